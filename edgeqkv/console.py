@@ -1,0 +1,78 @@
+"""What every command prints with: tables to stdout, progress to stderr, JSON on request."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+WIDTH = 100  # tables fit a 100-column terminal, and are the same in a file
+
+
+def print_json(data: Any) -> None:
+    """One JSON document on stdout; NaN is an error, an unmeasured figure is null."""
+    print(json.dumps(data, indent=2, allow_nan=False))
+
+
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str | None = None
+) -> None:
+    """A table on stdout. Cells that are None show as ``-``; numbers align right."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for i, column in enumerate(columns):
+        numeric = bool(rows) and all(isinstance(r[i], (int, float, type(None))) for r in rows)
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*("-" if cell is None else str(cell) for cell in row))
+    Console(width=WIDTH, highlight=False, markup=False).print(table)
+
+
+def note(message: str) -> None:
+    """A line for the person, on stderr."""
+    print(message, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def progress(total: int, what: str) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr. Call the yielded function with what was just finished.
+
+    On a pipe it prints one line per step instead of a bar.
+    """
+    if not sys.stderr.isatty():
+        done = 0
+
+        def line(step: str) -> None:
+            nonlocal done
+            done += 1
+            note(f"[{done}/{total}] {what}: {step}")
+
+        yield line
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+
+        def advance(step: str) -> None:
+            bar.update(task, advance=1, description=f"{what}: {step}")
+
+        yield advance
+
+
+def human_bytes(n: float) -> str:
+    """1536 -> '1.5 KiB': binary units, because memory is what we report."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n) < 1024 or unit == "GiB":
+            return f"{n:.0f} B" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    raise AssertionError

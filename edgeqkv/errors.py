@@ -1,0 +1,52 @@
+"""One exception family: every error a user can cause is one clear line and a fixed exit status."""
+
+from __future__ import annotations
+
+EXIT_ERROR = 1  # bad input, missing SDK, full disk: anything without a status of its own
+EXIT_USAGE = 2  # wrong flags or values (click's own status)
+EXIT_MISMATCH = 4  # an artifact does not compute, or is not, what it claims
+EXIT_INVALID = 5  # a measurement contradicts formula or declaration
+EXIT_REGRESSION = 6  # compare found a regression
+EXIT_INTERRUPTED = 130
+
+
+class EdgeQKVError(Exception):
+    """A one-line message that names the thing, what was found, what is allowed and how to fix it."""
+
+    exit_code = EXIT_ERROR
+
+
+class SpecError(EdgeQKVError):
+    """A model, cache or manifest description that contradicts itself or the papers' variants."""
+
+
+class CheckpointError(EdgeQKVError):
+    """A checkpoint that is damaged, hostile, ambiguous or of the wrong shape."""
+
+
+class BundleError(EdgeQKVError):
+    """A bundle folder that is incomplete, altered or unsafe to read."""
+
+
+class UnsupportedError(EdgeQKVError):
+    """Something asked of a backend or runner that it cannot do; says what it can."""
+
+
+class MissingDependencyError(EdgeQKVError):
+    """An optional SDK is not installed; the message carries the pip command."""
+
+
+class RunError(EdgeQKVError):
+    """A runner was fed what it must refuse: empty prompt, foreign token id, context overflow."""
+
+
+class MismatchError(EdgeQKVError):
+    """verify or audit found that an artifact is not what it claims."""
+
+    exit_code = EXIT_MISMATCH
+
+
+class UsageError(EdgeQKVError):
+    """A flag value that makes no sense."""
+
+    exit_code = EXIT_USAGE

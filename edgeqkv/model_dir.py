@@ -1,0 +1,163 @@
+"""MODEL_DIR: ``config.json`` + ``model.safetensors`` (+ ``tokenizer.json``), read and written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from edgeqkv.errors import CheckpointError, SpecError
+from edgeqkv.model import Decoder
+from edgeqkv.spec import ModelSpec
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+TOKENIZER = "tokenizer.json"
+MODEL_TYPE = "edgeqkv"
+# Keys of config.json beside ModelSpec's: Hugging Face's discriminator and where the model came from.
+_OWN_KEYS = ("model_type", "architectures", "provenance")
+
+
+@contextlib.contextmanager
+def new_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a temporary sibling of ``target``; rename it into place only if the block succeeds.
+
+    A failure, or a kill, never leaves a half-written ``target``.
+
+    Raises:
+        CheckpointError: ``target`` exists and ``overwrite`` is false.
+    """
+    if target.exists() and not overwrite:
+        raise CheckpointError(f"{target} exists; choose another output or give --overwrite")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        if target.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+            target.rename(old / target.name)
+            temporary.rename(target)
+            shutil.rmtree(old)
+        else:
+            temporary.rename(target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def save_model_dir(
+    target: Path,
+    spec: ModelSpec,
+    state: Mapping[str, Tensor],
+    provenance: Mapping[str, Any],
+    *,
+    tokenizer_json: str | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write MODEL_DIR. ``state`` has exactly the tensors of ``spec.parameter_shapes()``."""
+    check_state(spec, state, str(target))
+    config = {
+        "model_type": MODEL_TYPE,
+        "architectures": ["EdgeQKVForCausalLM"],
+        **spec.to_dict(),
+        "provenance": dict(provenance),
+    }
+    with new_folder(target, overwrite=overwrite) as folder:
+        text = json.dumps(config, indent=2)
+        (folder / CONFIG).write_text(text + "\n", "utf-8")
+        tensors = {k: v.detach().contiguous() for k, v in state.items()}
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        if tokenizer_json is not None:
+            (folder / TOKENIZER).write_text(tokenizer_json, "utf-8")
+
+
+def read_config(folder: Path) -> tuple[ModelSpec, dict[str, Any]]:
+    """(spec, provenance) of a MODEL_DIR, without touching its weights."""
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} is not a MODEL_DIR: it has no {CONFIG}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as e:
+        raise CheckpointError(f"{path} is not valid JSON: {e}") from None
+    if not isinstance(config, dict) or config.get("model_type") != MODEL_TYPE:
+        found = config.get("model_type") if isinstance(config, dict) else type(config).__name__
+        raise CheckpointError(
+            f"{path}: model_type is {found!r}, expected {MODEL_TYPE!r}; "
+            "convert other checkpoints with `edgeqkv import SRC -o MODEL_DIR`"
+        )
+    fields = {k: v for k, v in config.items() if k not in _OWN_KEYS}
+    try:
+        return ModelSpec.from_dict(fields), dict(config.get("provenance") or {})
+    except SpecError as e:
+        raise CheckpointError(f"{path}: {e}") from None
+
+
+def check_state(spec: ModelSpec, state: Mapping[str, Tensor], source: str) -> None:
+    """Raise CheckpointError naming the first tensor that is missing, extra, misshapen or not finite."""
+    shapes = spec.parameter_shapes()
+    for name, shape in shapes.items():
+        if name not in state:
+            raise CheckpointError(f"{source} lacks tensor {name} {list(shape)} ({spec.label})")
+        found = tuple(state[name].shape)
+        if found != shape:
+            raise CheckpointError(f"{source}: {name} is {list(found)}, expected {list(shape)}")
+    if extra := sorted(set(state) - set(shapes)):
+        found = tuple(state[extra[0]].shape)
+        raise CheckpointError(
+            f"{source} has extra tensor {extra[0]} {list(found)}, which {spec.label} does not have"
+        )
+    for name, tensor in state.items():
+        if not tensor.is_floating_point():
+            raise CheckpointError(
+                f"{source}: {name} is {tensor.dtype}; weights must be floating point"
+            )
+        # The sum is finite exactly when every element is (an overflow of float64 aside).
+        if not tensor.is_meta and not torch.isfinite(tensor.sum(dtype=torch.float64)):
+            raise CheckpointError(f"{source}: {name} holds NaN or infinite values")
+
+
+def build(spec: ModelSpec, state: Mapping[str, Tensor]) -> Decoder:
+    """An eval-mode float32 decoder with these weights."""
+    with torch.device("meta"):
+        decoder = Decoder(spec)
+    float32 = {name: tensor.to(torch.float32) for name, tensor in state.items()}
+    decoder.load_state_dict(float32, strict=True, assign=True)
+    return decoder.eval().requires_grad_(False)
+
+
+def load_model_dir(folder: Path) -> Decoder:
+    """Load a MODEL_DIR; its weights are memory-mapped, then cast to float32."""
+    spec, _ = read_config(folder)
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise CheckpointError(f"{folder} is not a MODEL_DIR: it has no {WEIGHTS}")
+    try:
+        with safe_open(path, framework="pt") as f:
+            state = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as e:
+        raise CheckpointError(f"{path} is damaged or cut short: {e}") from None
+    check_state(spec, state, str(path))
+    return build(spec, state)
+
+
+def load_any(path: str | os.PathLike[str]) -> Decoder:
+    """A checkpoint file, ``hf:REPO[/FILE]`` or MODEL_DIR as a decoder."""
+    text = os.fspath(path)
+    if not text.startswith("hf:") and Path(text).is_dir():
+        return load_model_dir(Path(text))
+    from edgeqkv.importers import read_checkpoint
+
+    imported = read_checkpoint(text)
+    return build(imported.spec, imported.state)

@@ -1,0 +1,43 @@
+"""What a backend is asked for and what it gives back: the types of ``backends/to_*``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from edgeqkv.cache import CacheSpec
+from edgeqkv.model import Decoder
+from edgeqkv.spec import ModelSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One export. ``options``: the backend's own flags, e.g. {"et_attention": "plain"}."""
+
+    model: ModelSpec
+    cache: CacheSpec
+    weights: str = "fp32"
+    options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """What a backend wrote; the fields go into the manifest (see edgeqkv/artifact.py)."""
+
+    entry: str
+    cache_mode: str
+    formulation: str
+    capacities: tuple[int, ...]
+    prefill_chunk: int
+    tools: Mapping[str, str]
+    details: Mapping[str, Any]
+
+
+class Backend(Protocol):
+    """The two functions of a ``to_<backend>`` module."""
+
+    def check(self, request: Request) -> None: ...
+
+    def lower(self, decoder: Decoder, request: Request, directory: Path) -> Lowered: ...
