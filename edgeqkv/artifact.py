@@ -204,3 +204,8 @@ def write_golden(bundle: Path, golden: Golden) -> None:
 
     arrays = {f.name: getattr(golden, f.name) for f in dataclasses.fields(Golden)}
     save_file({k: np.ascontiguousarray(v) for k, v in arrays.items()}, bundle / GOLDEN)
+
+
+def write_manifest(bundle: Path, artifact: Artifact) -> None:
+    text = json.dumps(artifact.to_dict(), indent=2, allow_nan=False)
+    (bundle / MANIFEST).write_text(text + "\n", "utf-8")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from edgeqkv.errors import CheckpointError, SpecError
+from edgeqkv.files import new_folder
 from edgeqkv.model import Decoder
 from edgeqkv.spec import ModelSpec
 
@@ -26,34 +24,6 @@ TOKENIZER = "tokenizer.json"
 MODEL_TYPE = "edgeqkv"
 # Keys of config.json beside ModelSpec's: Hugging Face's discriminator and where the model came from.
 _OWN_KEYS = ("model_type", "architectures", "provenance")
-
-
-@contextlib.contextmanager
-def new_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a temporary sibling of ``target``; rename it into place only if the block succeeds.
-
-    A failure, or a kill, never leaves a half-written ``target``.
-
-    Raises:
-        CheckpointError: ``target`` exists and ``overwrite`` is false.
-    """
-    if target.exists() and not overwrite:
-        raise CheckpointError(f"{target} exists; choose another output or give --overwrite")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
-    try:
-        yield temporary
-        temporary.chmod(0o755)
-        if target.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-            target.rename(old / target.name)
-            temporary.rename(target)
-            shutil.rmtree(old)
-        else:
-            temporary.rename(target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def save_model_dir(

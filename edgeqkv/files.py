@@ -1,0 +1,75 @@
+"""Write a folder or a file whole or not at all. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from edgeqkv.errors import EdgeQKVError
+
+
+def refuse_existing(target: Path, overwrite: bool) -> None:
+    """Fail before any work is done, not after it.
+
+    Raises:
+        EdgeQKVError: ``target`` exists and ``overwrite`` is false, or it is not a folder.
+    """
+    if target.exists() and not target.is_dir():
+        raise EdgeQKVError(f"{target} is a file; the output is a folder, choose another name")
+    if target.exists() and not overwrite:
+        raise EdgeQKVError(f"{target} exists; choose another output or give --overwrite")
+
+
+@contextlib.contextmanager
+def new_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a temporary sibling of ``target``; rename it into place only if the block succeeds.
+
+    A failure or a kill never leaves a half-written ``target``; what a killed process left beside
+    it is removed by the next call.
+
+    Raises:
+        EdgeQKVError: as :func:`refuse_existing`.
+    """
+    target = Path(os.path.abspath(target))  # noqa: PTH100  (resolve() would follow a link)
+    refuse_existing(target, overwrite)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(target)
+    prefix = f".{target.name}.{os.getpid()}."
+    temporary = Path(tempfile.mkdtemp(prefix=prefix, suffix=".tmp", dir=target.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        if target.exists():
+            old = Path(tempfile.mkdtemp(prefix=prefix, suffix=".old.tmp", dir=target.parent))
+            target.rename(old / target.name)
+            temporary.rename(target)
+            shutil.rmtree(old)
+        else:
+            temporary.rename(target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Delete temporary siblings whose process no longer exists (it was killed)."""
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.(\d+)\..*\.tmp")
+    for sibling in target.parent.iterdir():
+        match = pattern.fullmatch(sibling.name)
+        if match and not _is_running(int(match[1])):
+            shutil.rmtree(sibling, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

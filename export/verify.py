@@ -1,0 +1,160 @@
+"""Does a bundle compute what the checkpoint computes? Run it every way an app would."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeqkv.artifact import Artifact, read_golden
+from edgeqkv.model import Decoder
+from edgeqkv.runner import Runner, open_runner
+
+# How far a bundle may be from the float32 reference, by the coarsest number format in it.
+# max_abs is in units of the reference logits' standard deviation, KL in nats per token.
+THRESHOLDS = {
+    "fp32": {"max_abs": 1e-3, "kl": 1e-6, "cosine": 0.99999},
+    "fp16": {"max_abs": 5e-2, "kl": 1e-3, "cosine": 0.999},
+}
+REFERENCE_TOKENS = 96  # compared when the model itself is at hand, and the context has room
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """One way of running against the reference. top1: share of rows whose argmax agrees."""
+
+    way: str
+    rows: int
+    max_abs: float
+    max_abs_in_std: float
+    kl: float
+    cosine: float
+    top1: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    bundle: str
+    backend: str
+    engine: str
+    interpreted: bool
+    reference: str
+    numerics: str
+    comparisons: tuple[Comparison, ...]
+    failure: str | None
+
+    @property
+    def passed(self) -> bool:
+        return self.failure is None
+
+
+def numerics(artifact: Artifact) -> str:
+    """Which row of THRESHOLDS applies."""
+    fp16 = "fp16" in (
+        artifact.cache.dtype,
+        artifact.weights,
+        artifact.details.get("compute_precision"),
+    )
+    return "fp16" if fp16 else "fp32"
+
+
+def verify_bundle(bundle: Path, *, decoder: Decoder | None = None) -> Verification:
+    """Compare a bundle with the eager model, or with its golden vectors when ``decoder`` is None.
+
+    Raises:
+        BundleError: a file is missing or altered. A mismatch is a result, not an exception.
+    """
+    runner = open_runner(bundle)
+    artifact = runner.artifact
+    ids, prompt, expected = _reference(bundle, artifact, decoder)
+    used = artifact.model.used_tokens
+    limits = THRESHOLDS[numerics(artifact)]
+    comparisons = []
+
+    def compare(way: str, got: list[NDArray[np.float32]], rows: NDArray[np.float32]) -> None:
+        comparisons.append(compare_logits(way, np.stack(got)[:, :used], rows[:, :used]))
+
+    try:
+        compare("prefill", [runner.prefill(ids[:prompt])], expected[:1])
+        if artifact.model.is_causal:
+            rest = [runner.decode(int(t)) for t in ids[prompt:]]
+            compare("prefill, then token by token", rest, expected[1:])
+            runner.reset()
+            compare("token by token, after reset", _one_by_one(runner, ids, prompt), expected)
+        else:
+            runner.reset()
+            compare("after reset", [runner.prefill(ids[:prompt])], expected[:1])
+    finally:
+        runner.close()
+    again = open_runner(bundle)
+    try:
+        compare("prefill, after reload", [again.prefill(ids[:prompt])], expected[:1])
+    finally:
+        again.close()
+    return Verification(
+        bundle=str(bundle),
+        backend=artifact.backend,
+        engine=runner.engine,
+        interpreted=runner.interpreted,
+        reference="golden vectors" if decoder is None else "eager model",
+        numerics=numerics(artifact),
+        comparisons=tuple(comparisons),
+        failure=_failure(comparisons, limits),
+    )
+
+
+def _reference(
+    bundle: Path, artifact: Artifact, decoder: Decoder | None
+) -> tuple[NDArray[np.int64], int, NDArray[np.float32]]:
+    """(ids, prompt length, expected logits [1 + len(ids) - prompt, V])."""
+    if decoder is None:
+        golden = read_golden(bundle)
+        ids = np.concatenate([golden.prompt_ids, golden.decode_ids])
+        return ids, len(golden.prompt_ids), np.vstack([golden.prefill_logits, golden.decode_logits])
+    from export.golden import random_ids, reference_logits
+
+    length = min(REFERENCE_TOKENS, artifact.cache.capacity)
+    ids = random_ids(decoder, length, seed=1)
+    prompt = max(1, length * 3 // 4) if artifact.model.is_causal else length
+    return ids, prompt, reference_logits(decoder, ids, prompt)
+
+
+def _one_by_one(runner: Runner, ids: NDArray[np.int64], prompt: int) -> list[NDArray[np.float32]]:
+    return [runner.decode(int(t)) for t in ids][prompt - 1 :]
+
+
+def compare_logits(way: str, got: NDArray[np.float32], expected: NDArray[np.float32]) -> Comparison:
+    """Both [rows, V]. A NaN anywhere makes every figure infinitely bad rather than unnoticed."""
+    got64, want = got.astype(np.float64), expected.astype(np.float64)
+    if not np.isfinite(got64).all():
+        return Comparison(way, len(want), np.inf, np.inf, np.inf, -1.0, 0.0)
+    difference = float(np.abs(got64 - want).max())
+    logp, logq = _log_softmax(want), _log_softmax(got64)
+    kl = float((np.exp(logp) * (logp - logq)).sum(-1).max())
+    norms = np.linalg.norm(want, axis=-1) * np.linalg.norm(got64, axis=-1)
+    cosine = float(((want * got64).sum(-1) / np.maximum(norms, 1e-30)).min())
+    top1 = float((want.argmax(-1) == got64.argmax(-1)).mean())
+    in_std = difference / max(float(want.std()), 1e-30)
+    return Comparison(way, len(want), difference, in_std, max(kl, 0.0), cosine, top1)
+
+
+def _log_softmax(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    x = x - x.max(-1, keepdims=True)
+    out: NDArray[np.float64] = x - np.log(np.exp(x).sum(-1, keepdims=True))
+    return out
+
+
+def _failure(comparisons: list[Comparison], limits: dict[str, float]) -> str | None:
+    for c in comparisons:
+        if c.max_abs_in_std > limits["max_abs"]:
+            return (
+                f"{c.way}: logits differ by {c.max_abs_in_std:.2g} standard deviations; "
+                f"allowed: {limits['max_abs']:g}"
+            )
+        if c.kl > limits["kl"]:
+            return f"{c.way}: KL divergence is {c.kl:.2g} nats; allowed: {limits['kl']:g}"
+        if c.cosine < limits["cosine"]:
+            return f"{c.way}: cosine similarity is {c.cosine:.6f}; allowed: {limits['cosine']}"
+    return None
