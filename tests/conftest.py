@@ -1,0 +1,59 @@
+"""Shared fixtures; and under EDGEQKV_REQUIRE_ALL=1 (CI) a test file that ran nothing is a failure."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+_passed: Counter[str] = Counter()
+_skipped: dict[str, str] = {}
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "call" and report.passed:
+        _passed[report.nodeid.split("::")[0]] += 1
+    if report.skipped:
+        _skipped[report.nodeid] = str(report.longrepr)
+
+
+def pytest_collectreport(report):
+    if report.skipped:
+        _skipped[report.nodeid] = str(report.longrepr)
+
+
+def pytest_sessionfinish(session, exitstatus):
+    if not os.environ.get("EDGEQKV_REQUIRE_ALL") or exitstatus not in (0, 5):
+        return
+    root = Path(str(session.config.rootpath))
+    files = {p.relative_to(root).as_posix() for p in (root / "tests").rglob("test_*.py")}
+    if idle := sorted(files - set(_passed)):
+        print(f"\nerror: these test files ran nothing, CI expects all of them: {idle}")
+        for node, why in sorted(_skipped.items()):
+            print(f"  skipped {node}: {why}")
+        session.exitstatus = 1
+
+
+@pytest.fixture
+def cli(tmp_path):
+    """Run the real command in a process of its own; returns CompletedProcess with text output."""
+
+    def run(*arguments, check=None, env=None, cwd=tmp_path, timeout=300):
+        result = subprocess.run(
+            [sys.executable, "-c", "from edgeqkv.cli import main; main()", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            cwd=cwd,
+            timeout=timeout,
+            env={**os.environ, **(env or {})},
+        )
+        assert "Traceback" not in result.stderr, result.stderr
+        if check is not None:
+            assert result.returncode == check, result.stdout + result.stderr
+        return result
+
+    return run

@@ -1,0 +1,63 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from edgeqkv.errors import EdgeQKVError
+from edgeqkv.files import new_folder
+
+
+def test_a_folder_appears_whole(tmp_path):
+    with new_folder(tmp_path / "out") as folder:
+        (folder / "a").write_text("1")
+        assert not (tmp_path / "out").exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out/a").read_text() == "1"
+
+
+def test_a_failure_leaves_nothing_and_keeps_what_was_there(tmp_path):
+    with new_folder(tmp_path / "out") as folder:
+        (folder / "a").write_text("old")
+    with (
+        pytest.raises(IsADirectoryError),
+        new_folder(tmp_path / "out", overwrite=True) as folder,
+    ):
+        folder.write_text("new")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out/a").read_text() == "old"
+
+
+def test_an_existing_output_is_refused_or_replaced(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/stale").touch()
+    with pytest.raises(EdgeQKVError, match="exists"), new_folder(tmp_path / "out"):
+        pass
+    with new_folder(tmp_path / "out", overwrite=True) as folder:
+        (folder / "fresh").touch()
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["fresh"]
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_file_in_the_way_is_refused_even_with_overwrite(tmp_path):
+    (tmp_path / "out").write_text("mine")
+    with (
+        pytest.raises(EdgeQKVError, match="is a file"),
+        new_folder(tmp_path / "out", overwrite=True),
+    ):
+        pass
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_a_killed_process_leaves_no_output_and_the_next_one_cleans_up(tmp_path):
+    code = (
+        "import os, sys; from pathlib import Path; from edgeqkv.files import new_folder\n"
+        "with new_folder(Path(sys.argv[1])) as f:\n"
+        "    (f / 'half').touch(); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", code, tmp_path / "out"], env={**os.environ}, check=False)
+    assert not (tmp_path / "out").exists()
+    assert len(list(tmp_path.iterdir())) == 1  # the temporary sibling
+    with new_folder(tmp_path / "out") as folder:
+        (folder / "whole").touch()
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
