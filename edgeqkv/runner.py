@@ -6,7 +6,7 @@ that ``export`` can verify what it wrote without importing the package that meas
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Protocol
 
@@ -61,13 +61,15 @@ def open_runner(bundle: str | Path, *, threads: int = 1, capacity: int | None = 
     Raises:
         BundleError, UnsupportedError, MissingDependencyError.
     """
-    bundle = Path(bundle)
-    artifact = read_artifact(bundle)
-    found = {e.name: e for e in entry_points(group="edgeqkv.runners")}
-    if artifact.backend not in found:
-        raise UnsupportedError(
-            f"{bundle}: no runner for backend {artifact.backend!r}; installed: {', '.join(sorted(found))}"
-        )
+    artifact = read_artifact(Path(bundle))
+    return load_runner(artifact, Path(bundle), threads=threads, capacity=capacity)
+
+
+def load_runner(
+    artifact: Artifact, bundle: Path, *, threads: int = 1, capacity: int | None = None
+) -> Runner:
+    """:func:`open_runner` for a manifest that was read already: nothing is hashed again."""
+    entry = runner_entry(artifact, bundle)
     if threads < 1:
         raise RunError(f"threads is {threads}; it must be 1 or more")
     fitting = [c for c in artifact.capacities if c >= (capacity or artifact.cache.capacity)]
@@ -76,10 +78,18 @@ def open_runner(bundle: str | Path, *, threads: int = 1, capacity: int | None = 
             f"{bundle}: context {capacity} does not fit; allowed: 1 to {artifact.cache.capacity}"
         )
     chosen = fitting[0] if artifact.cache_mode == "static" else capacity or fitting[0]
-    runner: Runner = found[artifact.backend].load()(
-        artifact, bundle, threads=threads, capacity=chosen
-    )
+    runner: Runner = entry.load()(artifact, bundle, threads=threads, capacity=chosen)
     return runner
+
+
+def runner_entry(artifact: Artifact, bundle: Path) -> EntryPoint:
+    """The entry point of the backend's ``load``; UnsupportedError where none is installed."""
+    found = {e.name: e for e in entry_points(group="edgeqkv.runners")}
+    if artifact.backend not in found:
+        raise UnsupportedError(
+            f"{bundle}: no runner for backend {artifact.backend!r}; installed: {', '.join(sorted(found))}"
+        )
+    return found[artifact.backend]
 
 
 def check_tokens(runner: Runner, ids: NDArray[np.int64]) -> None:
