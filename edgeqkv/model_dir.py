@@ -13,17 +13,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from edgeqkv.errors import CheckpointError, SpecError
+from edgeqkv.config import CONFIG, MODEL_TYPE
+from edgeqkv.config import read_config as read_config
+from edgeqkv.errors import CheckpointError
 from edgeqkv.files import new_folder
 from edgeqkv.model import Decoder
 from edgeqkv.spec import ModelSpec
 
-CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 TOKENIZER = "tokenizer.json"
-MODEL_TYPE = "edgeqkv"
-# Keys of config.json beside ModelSpec's: Hugging Face's discriminator and where the model came from.
-_OWN_KEYS = ("model_type", "architectures", "provenance")
 
 
 def save_model_dir(
@@ -50,28 +48,6 @@ def save_model_dir(
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         if tokenizer_json is not None:
             (folder / TOKENIZER).write_text(tokenizer_json, "utf-8")
-
-
-def read_config(folder: Path) -> tuple[ModelSpec, dict[str, Any]]:
-    """(spec, provenance) of a MODEL_DIR, without touching its weights."""
-    path = folder / CONFIG
-    try:
-        config = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} is not a MODEL_DIR: it has no {CONFIG}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as e:
-        raise CheckpointError(f"{path} is not valid JSON: {e}") from None
-    if not isinstance(config, dict) or config.get("model_type") != MODEL_TYPE:
-        found = config.get("model_type") if isinstance(config, dict) else type(config).__name__
-        raise CheckpointError(
-            f"{path}: model_type is {found!r}, expected {MODEL_TYPE!r}; "
-            "convert other checkpoints with `edgeqkv import SRC -o MODEL_DIR`"
-        )
-    fields = {k: v for k, v in config.items() if k not in _OWN_KEYS}
-    try:
-        return ModelSpec.from_dict(fields), dict(config.get("provenance") or {})
-    except SpecError as e:
-        raise CheckpointError(f"{path}: {e}") from None
 
 
 def check_state(spec: ModelSpec, state: Mapping[str, Tensor], source: str) -> None:

@@ -1,0 +1,41 @@
+"""``config.json`` of a MODEL_DIR. No torch here, so ``inspect`` can read a model without it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from edgeqkv.errors import CheckpointError, SpecError
+from edgeqkv.spec import ModelSpec
+
+CONFIG = "config.json"
+MODEL_TYPE = "edgeqkv"
+# Keys of config.json beside ModelSpec's: Hugging Face's discriminator and where the model came from.
+_OWN_KEYS = ("model_type", "architectures", "provenance")
+
+
+def read_config(folder: Path) -> tuple[ModelSpec, dict[str, Any]]:
+    """(spec, provenance) of a MODEL_DIR, without touching its weights.
+
+    Raises:
+        CheckpointError: no config.json, not JSON, another model type, or a field out of range.
+    """
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} is not a MODEL_DIR: it has no {CONFIG}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as e:
+        raise CheckpointError(f"{path} is not valid JSON: {e}") from None
+    if not isinstance(config, dict) or config.get("model_type") != MODEL_TYPE:
+        found = config.get("model_type") if isinstance(config, dict) else type(config).__name__
+        raise CheckpointError(
+            f"{path}: model_type is {found!r}, expected {MODEL_TYPE!r}; "
+            "convert other checkpoints with `edgeqkv import SRC -o MODEL_DIR`"
+        )
+    fields = {k: v for k, v in config.items() if k not in _OWN_KEYS}
+    try:
+        return ModelSpec.from_dict(fields), dict(config.get("provenance") or {})
+    except (SpecError, TypeError, ValueError) as e:
+        raise CheckpointError(f"{path}: {e}") from None
