@@ -79,19 +79,22 @@ def causal_bias(past: int, new: int, dtype: torch.dtype = torch.float32) -> Tens
 
 
 def position_features(length: int, features: int) -> Tensor:
-    """P [length, length, features] of the (Q=K-V)+ term: sine-cosine of the row, then of the column.
+    """P [length, length, features] of the (Q=K-V)+ term, as the code of arXiv 2606.04032 builds it.
 
-    Half of the features encode the row i and half the column j, each as the usual interleaved
-    sin/cos of position / 10000^(2k/half).
+    features // 2 channels encode the row i, the rest the column j; n channels encode position p as
+    interleaved sin, cos of p / 10000^(2k/n).
     """
-    half = (features + 1) // 2
-    index = torch.arange(half)
-    rate = torch.pow(10000.0, -(index - index % 2) / half)
-    angle = torch.arange(length)[:, None] * rate
-    encoded = torch.where(index % 2 == 0, angle.sin(), angle.cos())
-    rows = encoded[:, None, :].expand(length, length, half)
-    columns = encoded[None, :, : features - half].expand(length, length, features - half)
+    half = features // 2
+    rows = _sin_cos(length, half)[:, None, :].expand(length, length, half)
+    columns = _sin_cos(length, features - half)[None].expand(length, length, features - half)
     return torch.cat([rows, columns], dim=-1)
+
+
+def _sin_cos(length: int, channels: int) -> Tensor:
+    index = torch.arange(channels)
+    rate = torch.pow(10000.0, -(index - index % 2) / max(channels, 1))
+    angle = torch.arange(length)[:, None] * rate
+    return torch.where(index % 2 == 0, angle.sin(), angle.cos())
 
 
 def positional_scores(
