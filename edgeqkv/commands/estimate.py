@@ -1,0 +1,75 @@
+"""``edgeqkv estimate``: what fits where, before exporting anything."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def run(
+    model: Annotated[
+        Path | None, typer.Argument(metavar="[MODEL_DIR]", help="Or give --preset.")
+    ] = None,
+    preset: Annotated[str | None, typer.Option(help="A shape of the papers.")] = None,
+    context: Annotated[str, typer.Option(help="Comma list of tokens.")] = "2048,32768",
+    budget: Annotated[str | None, typer.Option(help="Memory for weights and cache.")] = None,
+    weights: Annotated[str, typer.Option(help="fp32, fp16, int8 or int4.")] = "fp16",
+    cache_dtype: Annotated[str, typer.Option(help="fp32 or fp16.")] = "fp16",
+    groups: Annotated[
+        int | None, typer.Option(help="Key/value heads of the GQA rows.", min=1)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Weights, cache and the context that fits, for every variant and layout of one shape.
+
+    Example: edgeqkv estimate --preset 1.2b-q-mqa --budget 4GiB --context 2048,32768
+    """
+    from edgeqkv.config import read_config
+    from edgeqkv.console import human_bytes, print_json, print_table
+    from edgeqkv.errors import UsageError
+    from edgeqkv.estimate import default_groups, estimate, parse_bytes
+    from edgeqkv.presets import preset as find_preset
+
+    if (model is None) == (preset is None):
+        raise UsageError("give either a MODEL_DIR or --preset NAME")
+    shape = read_config(model)[0] if model is not None else find_preset(preset or "")
+    try:
+        contexts = [int(c) for c in context.split(",")]
+    except ValueError:
+        raise UsageError(f"--context is {context!r}; example: 2048,32768") from None
+    rows = estimate(
+        shape,
+        contexts,
+        budget_bytes=parse_bytes(budget) if budget else None,
+        weights=weights,
+        cache_dtype=cache_dtype,
+        groups=groups or default_groups(shape),
+    )
+    if as_json:
+        print_json([dataclasses.asdict(r) for r in rows])
+        return
+    columns = ["variant", "layout", "parameters", "weights", "B/token", "smaller"]
+    columns += [f"cache @{c}" for c in contexts] + (["fits"] if budget else [])
+    cells: list[list[object]] = [
+        [
+            r.variant,
+            r.layout,
+            f"{r.parameters:,}",
+            human_bytes(r.weight_bytes),
+            f"{r.bytes_per_token:,}",
+            f"{r.ratio:g}x",
+            *(human_bytes(r.cache_bytes[c]) for c in contexts),
+            *([f"{r.max_context:,}"] if budget else []),
+        ]
+        for r in rows
+    ]
+    print_table(columns, cells)
+    beyond = [c for c in contexts if c > shape.max_position_embeddings]
+    if beyond:
+        print(
+            f"The model has {shape.max_position_embeddings} learned positions; "
+            f"figures at {', '.join(map(str, beyond))} are sizes, not a trained context."
+        )
