@@ -2,23 +2,61 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
 
-from torch import Tensor
+from edgeqkv.errors import CheckpointError
+from edgeqkv.importers import hub, nanogpt, three_projections, wqkv
+from edgeqkv.importers.convert import Imported, Source
+from edgeqkv.importers.read import open_checkpoint, weights
 
-from edgeqkv.spec import ModelSpec
+__all__ = ["Imported", "read_checkpoint"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Imported:
-    """A checkpoint in our terms. ``inferences``: every fact that had to be guessed, one line each."""
+class Format(Protocol):
+    """What a module of one format has. STATE and CONFIG are keys of the checkpoint dict."""
 
-    spec: ModelSpec
-    state: dict[str, Tensor]
-    source_format: str
-    inferences: tuple[str, ...]
+    NAME: str
+    STATE: str
+    CONFIG: str
+
+    def detect(self, checkpoint: Mapping[str, Any]) -> bool: ...
+
+    def convert(self, source: Source) -> Imported: ...
+
+
+_FORMATS: tuple[Format, ...] = (three_projections, wqkv, nanogpt)
 
 
 def read_checkpoint(source: str) -> Imported:
-    """Detect the format of ``source`` (a path or ``hf:REPO[/FILE]``) and read it."""
-    raise NotImplementedError
+    """Detect the format of ``source`` (a path or ``hf:OWNER/NAME[/FILE]``) and read it.
+
+    The weights stay memory-mapped where the file allows it.
+
+    Raises:
+        CheckpointError: the file is damaged, hostile, of no known format, fits two variants, or has
+            a tensor missing, too many, misshapen or not finite.
+        MissingDependencyError: ``hf:`` without huggingface_hub.
+    """
+    path = hub.fetch(source) if source.startswith(hub.PREFIX) else Path(source)
+    checkpoint = open_checkpoint(path)
+    for format_ in _FORMATS:
+        if format_.detect(checkpoint):
+            config = checkpoint.get(format_.CONFIG)
+            if not isinstance(config, Mapping):
+                raise CheckpointError(
+                    f"{source} looks like {format_.NAME} but has no {format_.CONFIG} dict; "
+                    f"found: {_keys(checkpoint)}"
+                )
+            state = weights(checkpoint[format_.STATE], source)
+            return format_.convert(Source(source, format_.CONFIG, config, state))
+    known = "; ".join(f"{f.NAME}: {f.STATE} + {f.CONFIG}" for f in _FORMATS)
+    raise CheckpointError(
+        f"{source} is of no known format; found keys: {_keys(checkpoint)}; allowed: {known}"
+    )
+
+
+def _keys(checkpoint: Mapping[str, object]) -> str:
+    names = [str(k)[:40] for k in checkpoint]
+    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "") if names else "none"
