@@ -1,0 +1,107 @@
+"""edgeqkv train"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+
+def run(
+    text: Path = typer.Option(..., "--text", help="UTF-8 text; its last 5 % is held out."),
+    output: Path = typer.Option(
+        ..., "-o", "--output", help="Folder for checkpoints and tokenizer."
+    ),
+    sharing: str = typer.Option("k=v", help="Shared projections: none, q=k, k=v or q=k=v."),
+    kv_heads: int | None = typer.Option(None, help="Key/value heads [default: --heads]."),
+    layers: int = typer.Option(6, help="Layers."),
+    hidden: int = typer.Option(128, help="Hidden size; the MLP is four times as wide."),
+    heads: int = typer.Option(4, help="Query heads."),
+    context: int = typer.Option(
+        1024, help="Positions; training uses whole sequences of this length."
+    ),
+    vocab_size: int = typer.Option(1000, help="Tokens of the BPE trained on the text."),
+    tokenizer: str | None = typer.Option(None, help="Instead: byte, tokenizer.json or its folder."),
+    steps: int = typer.Option(1000, help="Optimizer steps."),
+    batch: int = typer.Option(4, help="Sequences per step."),
+    lr: float = typer.Option(2e-3, help="Peak learning rate."),
+    seed: int = typer.Option(0, help="Of the weights and of the order of the text."),
+    save_every: int = typer.Option(100, help="Steps between resumable checkpoints."),
+    resume: bool = typer.Option(False, "--resume", help="Continue OUTPUT/checkpoint.pt."),
+    dtype: str = typer.Option("fp32", help="Of the weights in final_model.pt: fp32 or fp16."),
+    json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
+) -> None:
+    """Train a small model of any variant on a text file; writes a checkpoint `edgeqkv import` reads.
+
+    Example: edgeqkv train --text book.txt --sharing k=v --kv-heads 1 -o runs/q-mqa
+    """
+    from edgeqkv import console
+    from edgeqkv.corpus import padded, read_text, split, train_tokenizer
+    from edgeqkv.errors import CheckpointError, UsageError
+    from edgeqkv.spec import QKV_SHARINGS, ModelSpec
+    from edgeqkv.tokenizer import load_tokenizer, num_tokens
+    from edgeqkv.train import (
+        CHECKPOINT,
+        DTYPES,
+        TrainConfig,
+        train,
+    )
+
+    if sharing not in QKV_SHARINGS:
+        raise UsageError(
+            f"--sharing is {sharing!r}; allowed: {', '.join(QKV_SHARINGS)} "
+            "(query modes other than projected cannot be trained here)"
+        )
+    if dtype not in DTYPES:
+        raise UsageError(f"--dtype is {dtype!r}; allowed: {', '.join(DTYPES)}")
+    for name, value in {"steps": steps, "batch": batch, "save-every": save_every}.items():
+        if value < 1:
+            raise UsageError(f"--{name} is {value}; it must be 1 or more")
+    if not 0 <= seed < 2**32:
+        raise UsageError(f"--seed is {seed}; allowed: 0 to 2**32 - 1")
+    if not 0 < lr < float("inf"):
+        raise UsageError(f"--lr is {lr}; it must be positive")
+    if heads < 1 or hidden < 1 or hidden % heads:
+        raise UsageError(f"--heads is {heads}; it must divide --hidden {hidden}")
+    started = (output / CHECKPOINT).exists()
+    if resume and not started:
+        raise CheckpointError(f"--resume: {output} has no {CHECKPOINT}; start without --resume")
+    if not resume and output.exists() and any(output.iterdir()):
+        raise CheckpointError(
+            f"{output} is not empty; choose another output"
+            + (" or give --resume to continue" if started else "")
+        )
+
+    content = read_text(text)
+    if resume and tokenizer is None:
+        tokenizer = str(output)
+    if tokenizer is None:
+        known = train_tokenizer(split(content)[0], vocab_size)
+    else:
+        known = load_tokenizer(tokenizer)
+    used = num_tokens(known)
+    spec = ModelSpec(
+        vocab_size=padded(used),
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads if kv_heads is None else kv_heads,
+        head_dim=hidden // heads,
+        intermediate_size=4 * hidden,
+        max_position_embeddings=context,
+        attention_scale=(hidden // heads) ** -0.5,
+        qkv_sharing=sharing,
+        num_used_tokens=used,
+    )
+    config = TrainConfig(steps, batch, lr, seed, save_every, dtype)
+    result = train(spec, config, content, known, output)
+    if json:
+        console.print_json(result)
+        return
+    console.print_table(
+        ("", ""),
+        [
+            (key.replace("_", " "), f"{v:.4g}" if isinstance(v, float) else v)
+            for key, v in result.items()
+        ],
+    )

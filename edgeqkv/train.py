@@ -1,0 +1,283 @@
+"""Train a small decoder of any variant on one text file, resumably, into a checkpoint of the papers' format."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import math
+import os
+import signal
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional as F
+
+from edgeqkv.attention import Attend
+from edgeqkv.console import note, progress
+from edgeqkv.corpus import split
+from edgeqkv.errors import CheckpointError, UnsupportedError, UsageError
+from edgeqkv.model import Decoder
+from edgeqkv.paper_checkpoint import from_paper_state, paper_config, to_paper_state
+from edgeqkv.spec import ModelSpec
+from edgeqkv.tokenizer import TOKENIZER
+
+CHECKPOINT = "checkpoint.pt"  # weights and optimizer, float32: what --resume continues from
+FINAL = "final_model.pt"  # weights and val_metrics, as the papers' code names them
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """How to train. ``batch`` counts sequences of the whole context, ``save_every`` optimizer steps."""
+
+    steps: int
+    batch: int
+    lr: float
+    seed: int
+    save_every: int
+    dtype: str = "fp32"
+
+
+def causal_attend(spec: ModelSpec) -> Attend:
+    """Attention over a whole sequence in PyTorch's fused kernel, with no mask tensor."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        repeats = q.shape[2] // k.shape[2]
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        k, v = (t.repeat_interleave(repeats, 1) for t in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.attention_scale)
+        return out.transpose(1, 2).flatten(2)
+
+    return attend
+
+
+def logits(model: Decoder, ids: Tensor) -> Tensor:
+    """ids [B, S] int64 -> logits [B, S, vocab_size] float32; the model's forward, faster."""
+    states = model.hidden(ids, torch.arange(ids.shape[1]), causal_attend(model.spec))
+    return F.linear(states, model.head_weight)
+
+
+@torch.no_grad()
+def evaluate(model: Decoder, tokenizer: Tokenizer, text: str) -> dict[str, float]:
+    """Loss (nats per token), perplexity per token and bits per byte of ``text``.
+
+    The text is read in consecutive windows of the model's context, so a token sees between 0 and
+    context - 1 tokens before it in addition to its predecessor. The first token is only read.
+    """
+    encoding = tokenizer.encode(text, add_special_tokens=False)
+    ids = torch.tensor(encoding.ids)
+    context, total = model.spec.max_position_embeddings, 0.0
+    for start in range(0, len(ids) - 1, context):
+        window = ids[start : start + context + 1]
+        out = logits(model, window[None, :-1])[0]
+        total += F.cross_entropy(out, window[1:], reduction="sum").item()
+    loss = total / (len(ids) - 1)
+    predicted = len(text[encoding.offsets[0][1] :].encode())
+    return {
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700.0)),
+        "bits_per_byte": total / math.log(2) / predicted,
+        "tokens": len(ids) - 1,
+    }
+
+
+def initialise(model: Decoder, seed: int) -> None:
+    """GPT-2's: normal 0.02, residual projections smaller by sqrt(2 layers), biases 0, norms 1."""
+    generator = torch.Generator().manual_seed(seed)
+    residual = 0.02 / math.sqrt(2 * model.spec.num_hidden_layers)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() > 1:
+                std = residual if name.endswith(("o_proj.weight", "mlp.c_proj.weight")) else 0.02
+                p.normal_(0.0, std, generator=generator)
+            elif name.endswith("bias"):
+                p.zero_()
+
+
+def batch_of(ids: Tensor, context: int, config: TrainConfig, step: int) -> Tensor:
+    """[batch, context + 1] random windows. A function of the step, so resuming needs no RNG state."""
+    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+    starts = torch.randint(len(ids) - context, (config.batch,), generator=generator)
+    return torch.stack([ids[s : s + context + 1] for s in starts.tolist()])
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Linear warm-up over the first 5 % of the steps, then a cosine down to a tenth."""
+    warmup = max(1, config.steps // 20)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    done = (step - warmup) / max(1, config.steps - warmup)
+    return config.lr * (0.55 + 0.45 * math.cos(math.pi * done))
+
+
+def save_atomically(data: Any, path: Path) -> None:
+    """torch.save beside ``path``, then rename: a kill or a full disk leaves the old file whole."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        torch.save(data, temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def deferred_interrupt() -> Iterator[list[int]]:
+    """Ctrl-C only fills the yielded list, so that training stops between steps; a second one kills."""
+    seen: list[int] = []
+
+    def handler(number: int, frame: Any) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(number)
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def start_or_resume(
+    model: Decoder, optimizer: torch.optim.Optimizer, path: Path, settings: Mapping[str, Any]
+) -> int:
+    """Load the saved state into model and optimizer when ``path`` exists; returns the next step."""
+    if not path.exists():
+        return 0
+    try:
+        saved = torch.load(path, weights_only=True)
+        state, moments, step = (
+            saved[key] for key in ("model_state_dict", "optimizer_state_dict", "step")
+        )
+        found = {**saved["model_config"], **saved["train_config"]}
+    except Exception as e:
+        first = str(e).split("\n")[0]
+        raise CheckpointError(f"{path} is damaged or not a training checkpoint: {first}") from None
+    for key in sorted((settings.keys() | found.keys()) - {"save_every", "dtype"}):
+        if settings.get(key) != found.get(key):
+            raise UsageError(
+                f"--resume: {key} is {settings.get(key)!r}, {path} was started with {found.get(key)!r}; "
+                "repeat the original flags or choose another output"
+            )
+    model.load_state_dict(from_paper_state(model.spec, state))
+    optimizer.load_state_dict(moments)
+    return int(step)
+
+
+def train(
+    spec: ModelSpec, config: TrainConfig, text: str, tokenizer: Tokenizer, out: Path
+) -> dict[str, Any]:
+    """Train and write ``out``/final_model.pt; continues ``out``/checkpoint.pt when there is one.
+
+    Equal seed, flags and thread count give equal weights, interrupted or not.
+
+    Raises:
+        UsageError: the text is too short, the loss is not finite, or a resumed run's flags differ.
+        CheckpointError: ``out``/checkpoint.pt is damaged.
+        KeyboardInterrupt: after Ctrl-C, with the current step saved.
+    """
+    if spec.query_mode != "projected" or not spec.is_causal:
+        raise UnsupportedError(f"{spec.label} cannot be trained here: only causal models with W_Q")
+    context = spec.max_position_embeddings
+    train_text, held_out = split(text)
+    ids, held_out_ids = (
+        torch.tensor(tokenizer.encode(part, add_special_tokens=False).ids)
+        for part in (train_text, held_out)
+    )
+    if len(ids) <= context or len(held_out_ids) < 2:
+        raise UsageError(
+            f"the text is too short: {len(ids)} tokens to train on and {len(held_out_ids)} held out; "
+            f"needed: {context + 1} and 2; give a longer text or a smaller --context"
+        )
+    model = Decoder(spec)
+    initialise(model, config.seed)
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+    train_config = {
+        **dataclasses.asdict(config),
+        "qkv_sharing": spec.qkv_sharing,
+        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "tokenizer_sha256": hashlib.sha256(tokenizer.to_str().encode()).hexdigest(),
+    }
+    path = out / CHECKPOINT
+    first = start_or_resume(model, optimizer, path, {**paper_config(spec), **train_config})
+
+    def common(step: int, dtype: torch.dtype) -> dict[str, Any]:
+        state = {k: v.detach().to(dtype) for k, v in model.state_dict().items()}
+        return {
+            "step": step,
+            "epoch": step * config.batch * context // len(ids),
+            "tokens_seen": step * config.batch * context,
+            "model_state_dict": to_paper_state(spec, state),
+            "model_config": paper_config(spec),
+            "train_config": train_config,
+        }
+
+    def save(step: int) -> None:
+        if not path.exists():
+            out.mkdir(parents=True, exist_ok=True)
+            tokenizer.save(str(out / TOKENIZER))
+        save_atomically(
+            {**common(step, torch.float32), "optimizer_state_dict": optimizer.state_dict()}, path
+        )
+
+    every = max(1, config.steps // 100)
+    losses: list[float] = []
+    seconds: list[float] = []
+    with (
+        deferred_interrupt() as interrupted,
+        progress(-(-(config.steps - first) // every), f"train {spec.label}") as advance,
+    ):
+        for step in range(first, config.steps):
+            began = time.perf_counter()
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(config, step)
+            window = batch_of(ids, context, config, step)
+            loss = F.cross_entropy(
+                logits(model, window[:, :-1]).flatten(0, 1), window[:, 1:].flatten()
+            )
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()  # type: ignore[no-untyped-call]
+            norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            if not (math.isfinite(loss.item()) and math.isfinite(norm.item())):
+                raise UsageError(
+                    f"the loss is {loss.item()} at step {step} (gradient norm {norm.item()}); "
+                    f"--lr {config.lr} is too high, try {config.lr / 4:g}"
+                )
+            optimizer.step()
+            losses.append(loss.item())
+            seconds.append(time.perf_counter() - began)
+            done = step + 1
+            if done % config.save_every == 0 or done == config.steps or interrupted:
+                save(done)
+            if (done - first) % every == 0 or done == config.steps:
+                advance(f"step {done}, loss {statistics.fmean(losses[-every:]):.3f}")
+            if interrupted and done < config.steps:
+                note(f"stopped after step {done} of {config.steps}; --resume continues")
+                raise KeyboardInterrupt
+
+    final = common(config.steps, DTYPES[config.dtype])
+    model.load_state_dict(
+        {k: v.float() for k, v in from_paper_state(spec, final["model_state_dict"]).items()}
+    )
+    metrics = evaluate(model, tokenizer, held_out)  # of the weights as stored
+    save_atomically({**final, "val_metrics": metrics}, out / FINAL)
+    return {
+        "checkpoint": os.fspath(out / FINAL),
+        "variant": spec.label,
+        "parameters": spec.num_parameters(),
+        "train_tokens": len(ids),
+        "train_loss": statistics.fmean(losses[-every:]) if losses else None,
+        "seconds_per_step": statistics.median(seconds) if seconds else None,
+        **{f"held_out_{k}": v for k, v in metrics.items()},
+    }
