@@ -6,6 +6,7 @@ that ``export`` can verify what it wrote without importing the package that meas
 
 from __future__ import annotations
 
+import functools
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Protocol
@@ -84,12 +85,17 @@ def load_runner(
 
 def runner_entry(artifact: Artifact, bundle: Path) -> EntryPoint:
     """The entry point of the backend's ``load``; UnsupportedError where none is installed."""
-    found = {e.name: e for e in entry_points(group="edgeqkv.runners")}
+    found = _entries()
     if artifact.backend not in found:
         raise UnsupportedError(
             f"{bundle}: no runner for backend {artifact.backend!r}; installed: {', '.join(sorted(found))}"
         )
     return found[artifact.backend]
+
+
+@functools.cache  # a scan of every installed package, which has no place in a timed load
+def _entries() -> dict[str, EntryPoint]:
+    return {e.name: e for e in entry_points(group="edgeqkv.runners")}
 
 
 def check_tokens(runner: Runner, ids: NDArray[np.int64]) -> None:
