@@ -1,0 +1,202 @@
+"""Runs an ONNX bundle with ONNX Runtime on the CPU; numpy and onnxruntime only.
+
+The cache is one anonymous memory mapping that this runner owns and the session is bound to: new
+rows are written straight into it, and a page costs memory only once a row was written there.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeqkv.artifact import Artifact, inside
+from edgeqkv.cache import CacheSpec
+from edgeqkv.errors import BundleError, MissingDependencyError, RunError, UnsupportedError
+from edgeqkv.runner import check_tokens
+
+_DTYPES = {"fp32": np.float32, "fp16": np.float16}
+
+
+def load(artifact: Artifact, directory: Path, *, threads: int, capacity: int) -> OnnxRunner:
+    """Open the bundle's program.
+
+    Raises:
+        MissingDependencyError: no onnxruntime. BundleError: the model file cannot be loaded.
+        UnsupportedError: a formulation this runner does not know.
+    """
+    if artifact.formulation not in _BINDERS:
+        raise UnsupportedError(
+            f"{directory}: formulation {artifact.formulation!r} is unknown to this runner; "
+            f"allowed: {', '.join(_BINDERS)}"
+        )
+    return OnnxRunner(artifact, _session(inside(directory, artifact.entry), threads), capacity)
+
+
+def _session(path: Path, threads: int) -> Any:
+    try:
+        import onnxruntime as ort
+    except ImportError:
+        raise MissingDependencyError(
+            "running an ONNX bundle needs onnxruntime; pip install 'edgeqkv[onnx]'"
+        ) from None
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 4  # fatal only: errors arrive as exceptions
+    try:
+        return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    except Exception as e:  # onnxruntime raises its own classes, derived from Exception only
+        raise BundleError(f"{path} cannot be loaded by onnxruntime: {_first_line(e)}") from None
+
+
+def _first_line(e: Exception) -> str:
+    return (str(e).strip().splitlines() or [type(e).__name__])[0]
+
+
+class CacheMemory:
+    """One anonymous mapping for the cache of all layers; segments start on pages.
+
+    address(i): start of tensor i of ``CacheSpec.names()``, [G, capacity, D].
+    """
+
+    def __init__(self, cache: CacheSpec, capacity: int) -> None:
+        segment = cache.num_key_value_heads * capacity * cache.head_dim * cache.itemsize
+        self._stride = -(-segment // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.nbytes = self._stride * len(cache.names())
+        self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.array = np.frombuffer(self._map, np.uint8)
+        self.start = self.array.ctypes.data
+
+    def address(self, tensor: int) -> int:
+        return self.start + tensor * self._stride
+
+    def release(self) -> None:
+        """Give every page back to the system; reads as zeros."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+    def close(self) -> None:
+        del self.array
+        self._map.close()
+
+
+class OnnxRunner:
+    """See ``edgeqkv.runner.Runner``."""
+
+    engine = "onnxruntime"
+    interpreted = False
+
+    def __init__(self, artifact: Artifact, session: Any, capacity: int) -> None:
+        self.artifact, self.capacity, self.position = artifact, capacity, 0
+        self._session = session
+        self._io = session.io_binding()
+        self._logits = np.empty((1, 1, artifact.model.vocab_size), np.float32)
+        self._bind_output("logits", self._logits)
+        self._memory = CacheMemory(artifact.cache, capacity) if artifact.cache.names() else None
+        self._bind = _BINDERS[artifact.formulation](self)
+
+    def _bind_input(self, name: str, array: NDArray[Any]) -> None:
+        self._io.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+
+    def _bind_output(self, name: str, array: NDArray[Any]) -> None:
+        self._io.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+
+    def _step(self, ids: NDArray[np.int64]) -> None:
+        ids = np.ascontiguousarray(ids, np.int64)
+        self._io.bind_input("input_ids", "cpu", 0, np.int64, (1, ids.size), ids.ctypes.data)
+        self._bind(self.position, ids.size)
+        self._session.run_with_iobinding(self._io)
+        self.position += ids.size
+
+    def reset(self) -> None:
+        self.position = 0
+        if self._memory is not None:
+            self._memory.release()
+
+    def prefill(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        ids = np.asarray(ids)
+        check_tokens(self, ids)
+        if self._memory is None:
+            self.position = 0
+            chunk = ids.size
+        else:
+            chunk = self.artifact.prefill_chunk
+        for i in range(0, ids.size, chunk):
+            self._step(ids[i : i + chunk])
+        return self._logits[0, 0].copy()
+
+    def decode(self, token: int) -> NDArray[np.float32]:
+        if self._memory is None:
+            raise RunError(
+                f"{self.artifact.model.label} is not causal: it has no decode; prefill the whole input"
+            )
+        ids = np.array([token], np.int64)
+        check_tokens(self, ids)
+        self._step(ids)
+        return self._logits[0, 0].copy()
+
+    def cache_regions(self) -> list[tuple[int, int]]:
+        return [] if self._memory is None else [(self._memory.start, self._memory.nbytes)]
+
+    def close(self) -> None:
+        del self._io, self._bind, self._session
+        if self._memory is not None:
+            self._memory.close()
+
+
+Binder = Callable[[int, int], None]  # (tokens held, tokens new) -> None
+
+
+def _bind_nothing(runner: OnnxRunner) -> Binder:
+    return lambda past, new: None
+
+
+def _bind_gemm(runner: OnnxRunner) -> Binder:
+    """Prefix views in, the rows right after them out: bound anew as the context grows."""
+    cache, memory, io = runner.artifact.cache, runner._memory, runner._io
+    assert memory is not None
+    dtype, dim = _DTYPES[cache.dtype], cache.head_dim
+    row = dim * cache.itemsize
+    views = [
+        (f"past.{name}.{g}", f"present.{name}.{g}", memory.address(i) + g * runner.capacity * row)
+        for i, name in enumerate(cache.names())
+        for g in range(cache.num_key_value_heads)
+    ]
+
+    def bind(past: int, new: int) -> None:
+        for name, out, address in views:
+            io.bind_input(name, "cpu", 0, dtype, (past, dim), address)
+            io.bind_output(out, "cpu", 0, dtype, (new, dim), address + past * row)
+
+    return bind
+
+
+def _bind_gqa(runner: OnnxRunner) -> Binder:
+    """Past and present are the same memory, bound once; only the length changes."""
+    cache, memory, io = runner.artifact.cache, runner._memory, runner._io
+    assert memory is not None
+    dtype = _DTYPES[cache.dtype]
+    shape = (1, cache.num_key_value_heads, runner.capacity, cache.head_dim)
+    outputs = [""] if cache.layout == "separate" else [".key", ".value"]
+    for i, name in enumerate(cache.names()):
+        io.bind_input(f"past.{name}", "cpu", 0, dtype, shape, memory.address(i))
+        for suffix in outputs:
+            io.bind_output(f"present.{name}{suffix}", "cpu", 0, dtype, shape, memory.address(i))
+    total = np.zeros((), np.int32)
+    io.bind_input("total_sequence_length", "cpu", 0, np.int32, (), total.ctypes.data)
+
+    def bind(past: int, new: int) -> None:
+        total[...] = past + new
+
+    return bind
+
+
+_BINDERS: dict[str, Callable[[OnnxRunner], Binder]] = {
+    "gemm-prefix": _bind_gemm,
+    "gqa-aliased": _bind_gqa,
+    "full": _bind_nothing,
+}

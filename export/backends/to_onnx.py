@@ -1,0 +1,194 @@
+"""ONNX: one program for prefill and decode, whose cache the caller owns and binds.
+
+Inputs and outputs (names from ``CacheSpec.names()``, S new tokens, T cached, C capacity):
+
+- ``gemm-prefix``: ``input_ids`` [1,S] int64, ``past.<name>.<head>`` [T,D] -> ``logits`` [1,1,V],
+  ``present.<name>.<head>`` [S,D], the new rows only. Positions start at T.
+- ``gqa-aliased``: ``input_ids``, ``total_sequence_length`` [] int32 = T + S, ``past.<name>``
+  [1,G,C,D] -> ``logits``, ``present.<name>`` (separate) or ``present.<name>.key`` and ``.value``
+  (shared), [1,G,C,D], each to be bound to the memory of its past.
+- ``full``: ``input_ids`` -> ``logits``; no cache.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from edgeqkv.cache import CacheSpec
+from edgeqkv.errors import MissingDependencyError, UnsupportedError
+from edgeqkv.model import Decoder
+from edgeqkv.quiet import quiet
+from export.backends.onnx_attention import gemm_prefix, gqa_aliased
+from export.lowering import Lowered, Request
+
+ENTRY = "model.onnx"
+OPSET = 21
+PREFILL_CHUNK = 512
+WEIGHTS = ("fp32",)
+ATTENTION = {"gemm": "gemm-prefix", "gqa": "gqa-aliased"}
+GEMM_MAX_KV_HEADS = 4
+_TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+
+
+def check(request: Request) -> None:
+    """Raises UnsupportedError for weights or options this backend does not know."""
+    if request.weights not in WEIGHTS:
+        raise UnsupportedError(
+            f"onnx: weights {request.weights!r} are not supported; allowed: {', '.join(WEIGHTS)}"
+        )
+    for name, value in request.options.items():
+        if name != "onnx_attention":
+            raise UnsupportedError(f"onnx: unknown option {name!r}; allowed: onnx_attention")
+        if value not in ("auto", *ATTENTION):
+            raise UnsupportedError(
+                f"onnx: onnx_attention is {value!r}; allowed: auto, {', '.join(ATTENTION)}"
+            )
+
+
+def formulation(request: Request) -> str:
+    if request.cache.layout == "none":
+        return "full"
+    chosen = request.options.get("onnx_attention", "auto")
+    if chosen == "auto":
+        chosen = "gemm" if request.cache.num_key_value_heads <= GEMM_MAX_KV_HEADS else "gqa"
+    return ATTENTION[chosen]
+
+
+class _Gemm(nn.Module):
+    def __init__(self, decoder: Decoder, cache: CacheSpec) -> None:
+        super().__init__()
+        self.decoder, self.cache = decoder, cache
+
+    def forward(self, input_ids: Tensor, pasts: list[Tensor]) -> tuple[Tensor, ...]:
+        groups, roles = self.cache.num_key_value_heads, self.cache.tensors_per_layer
+        flat = iter(pasts)
+        nested = [
+            [[next(flat) for _ in range(groups)] for _ in range(roles)]
+            for _ in range(self.cache.num_layers)
+        ]
+        rows: list[Tensor] = []
+        attend = gemm_prefix(nested, self.decoder.spec.attention_scale, rows.append)
+        positions = torch.arange(input_ids.shape[1]) + pasts[0].shape[0]
+        return logits(self.decoder, input_ids, positions, attend), *rows
+
+
+class _Gqa(nn.Module):
+    def __init__(self, decoder: Decoder, cache: CacheSpec) -> None:
+        super().__init__()
+        self.decoder, self.cache = decoder, cache
+
+    def forward(self, input_ids: Tensor, total: Tensor, pasts: list[Tensor]) -> tuple[Tensor, ...]:
+        flat = iter(pasts)
+        nested = [[next(flat) for _ in self.cache.roles] for _ in range(self.cache.num_layers)]
+        presents: list[Tensor] = []
+        attend = gqa_aliased(nested, total, self.decoder.spec.attention_scale, presents.append)
+        new = input_ids.shape[1]
+        positions = torch.arange(new) + (total.to(torch.int64) - new)
+        return logits(self.decoder, input_ids, positions, attend), *presents
+
+
+class _Full(nn.Module):
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor]:
+        length = input_ids.shape[1]
+        attend = self.decoder.eager_attend(length)
+        return (logits(self.decoder, input_ids, torch.arange(length), attend),)
+
+
+def logits(decoder: Decoder, input_ids: Tensor, positions: Tensor, attend: Any) -> Tensor:
+    """Logits [1,1,V] of the last token by one Gemm that shares its weight with the embedding's Gather.
+
+    The exporter would transpose the weight, and the runtime would fold that into a second copy.
+    """
+    last = decoder.hidden(input_ids, positions, attend)[:, -1]
+    weight = decoder.head_weight
+    out = torch.onnx.ops.symbolic(
+        "Gemm",
+        (last, weight),
+        attrs={"transB": 1},
+        dtype=torch.float32,
+        shape=(last.shape[0], weight.shape[0]),
+    )
+    return out.unsqueeze(1)
+
+
+def lower(decoder: Decoder, request: Request, directory: Path) -> Lowered:
+    """Write ``model.onnx`` (and ``model.onnx.data``) into ``directory``."""
+    try:
+        import onnx
+        import onnxscript  # noqa: F401
+    except ImportError as e:
+        raise MissingDependencyError(
+            f"the onnx backend needs {e.name}; pip install 'edgeqkv[onnx]'"
+        ) from None
+    check(request)
+    cache, chosen = request.cache, formulation(request)
+    module, args, shapes, inputs, outputs = _program(decoder, cache, chosen)
+    path = directory / ENTRY
+    with quiet(), torch.no_grad():
+        program = torch.onnx.export(
+            module,
+            args,
+            dynamo=True,
+            dynamic_shapes=shapes,
+            input_names=inputs,
+            output_names=outputs,
+            opset_version=OPSET,
+            verbose=False,
+        )
+        assert program is not None
+        program.save(path, external_data=True)
+        onnx.checker.check_model(path)
+    return Lowered(
+        entry=ENTRY,
+        cache_mode="none" if cache.layout == "none" else "growing",
+        formulation=chosen,
+        capacities=(cache.capacity,),
+        prefill_chunk=min(PREFILL_CHUNK, cache.capacity),
+        tools={name: version(name) for name in ("torch", "onnx", "onnxscript")},
+        details={"opset": OPSET},
+    )
+
+
+def _program(
+    decoder: Decoder, cache: CacheSpec, chosen: str
+) -> tuple[nn.Module, tuple[Any, ...], Any, list[str], list[str]]:
+    """(module, example arguments, dynamic shapes, input names, output names)."""
+    dynamic = torch.export.Dim.DYNAMIC
+    new, past, dim, groups = 3, 5, cache.head_dim, cache.num_key_value_heads
+    ids = torch.zeros(1, new, dtype=torch.int64)
+    dtype = _TORCH_DTYPES[cache.dtype]
+    if chosen == "full":
+        return _Full(decoder), (ids,), ({1: dynamic},), ["input_ids"], ["logits"]
+    if chosen == "gemm-prefix":
+        names = [f"{name}.{g}" for name in cache.names() for g in range(groups)]
+        views = [torch.zeros(past, dim, dtype=dtype) for _ in names]
+        return (
+            _Gemm(decoder, cache),
+            (ids, views),
+            ({1: dynamic}, [{0: dynamic} for _ in names]),
+            ["input_ids", *(f"past.{n}" for n in names)],
+            ["logits", *(f"present.{n}" for n in names)],
+        )
+    names = cache.names()
+    buffers = [torch.zeros(1, groups, past + new, dim, dtype=dtype) for _ in names]
+    out = (
+        [f"{n}.{role}" for n in names for role in ("key", "value")]
+        if cache.layout == "shared"
+        else names
+    )
+    return (
+        _Gqa(decoder, cache),
+        (ids, torch.tensor(past + new, dtype=torch.int32), buffers),
+        ({1: dynamic}, None, [{2: dynamic} for _ in names]),
+        ["input_ids", "total_sequence_length", *(f"past.{n}" for n in names)],
+        ["logits", *(f"present.{n}" for n in out)],
+    )
