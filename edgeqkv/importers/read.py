@@ -47,8 +47,6 @@ def open_checkpoint(path: Path) -> Mapping[str, Any]:
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=magic == _ZIP)
     except pickle.UnpicklingError as e:
         raise CheckpointError(f"{path} {_refusal(str(e))}") from None
-    except OSError:
-        raise
     except Exception as e:  # torch raises a dozen types for bytes it cannot parse
         first = (str(e).strip().splitlines() or [type(e).__name__])[0][:150]
         raise CheckpointError(
