@@ -21,12 +21,17 @@ def print_json(data: Any) -> None:
 
 
 def print_table(
-    columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str | None = None
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    title: str | None = None,
+    gap: int = 2,
 ) -> None:
-    """A table on stdout. Cells that are None show as ``-``; numbers align right."""
+    """A table on stdout. Cells that are None show as ``-``; columns with numbers align right."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    table.padding = (0, 1, 0, gap - 1)
     for i, column in enumerate(columns):
-        numeric = bool(rows) and all(isinstance(r[i], (int, float, type(None))) for r in rows)
+        numeric = any(isinstance(r[i], (int, float)) for r in rows)
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*("-" if cell is None else str(cell) for cell in row))

@@ -1,0 +1,88 @@
+"""Run one worker process to its end. The parent blocks in waitpid: it never polls."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class JobFailed(Exception):
+    """The worker refused, crashed, was killed or hung; the message is the reason, one line."""
+
+
+def run_job(
+    job: Mapping[str, Any], *, timeout_s: float | None = None, env: Mapping[str, str] | None = None
+) -> Any:
+    """The value that ``device_bench.worker`` computes for ``job`` in a fresh process.
+
+    The process has a session of its own: Ctrl-C reaches the parent, which then kills all of it.
+
+    Raises:
+        JobFailed: no value came.
+    """
+    with tempfile.TemporaryDirectory(prefix="edgeqkv-bench-") as folder:
+        job_path, result, log = (Path(folder, n) for n in ("job.json", "result.json", "log"))
+        job_path.write_text(json.dumps(job), "utf-8")
+        # -P: a folder called `export` where the user happens to stand must not shadow ours.
+        command = [sys.executable, "-P", "-m", "device_bench.worker", str(job_path), str(result)]
+        with log.open("wb") as sink:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+            )
+            late = threading.Event()
+            timer = threading.Timer(timeout_s or 0, _give_up, (process, late))
+            if timeout_s is not None:
+                timer.start()
+            try:
+                status = process.wait()
+            finally:
+                timer.cancel()
+                _kill(process)
+        output = log.read_text("utf-8", "replace")
+        if os.environ.get("EDGEQKV_TRACEBACK"):
+            sys.stderr.write(output)
+        if not result.exists():
+            raise JobFailed(_reason(status, output, timeout_s if late.is_set() else None))
+        outcome = json.loads(result.read_text("utf-8"))
+        if "error" in outcome:
+            raise JobFailed(outcome["error"])
+        return outcome["value"]
+
+
+def _give_up(process: subprocess.Popen[bytes], late: threading.Event) -> None:
+    late.set()
+    _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill the worker's whole process group, then reap it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode is None and threading.current_thread() is threading.main_thread():
+        process.wait()
+
+
+def _reason(status: int, output: str, timeout_s: float | None) -> str:
+    if timeout_s is not None:
+        return f"hung: no result after {timeout_s:g} s (--timeout)"
+    last = (output.strip().splitlines() or [""])[-1][:200]
+    said = f": {last}" if last else ""
+    if status == -signal.SIGKILL:
+        return f"killed by SIGKILL, as the kernel does when memory runs out{said}"
+    if status < 0:
+        return f"crashed with {signal.Signals(-status).name}{said}"
+    return f"ended without a result, exit status {status}{said}"

@@ -1,0 +1,257 @@
+"""The parent's side of a sweep: plan, run each configuration in fresh processes, assemble lines."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from device_bench.conditions import conditions, device
+from device_bench.jobs import JobFailed, run_job
+from device_bench.memory import WORKER_ENV, slope_depths, supported, tokens_per_page
+from device_bench.result import (
+    SCHEMA_VERSION,
+    ArtifactInfo,
+    BenchResult,
+    BytesPerToken,
+    CacheFacts,
+    Interval,
+    Memory,
+    MemoryPoint,
+    ModelFacts,
+    Samples,
+)
+from device_bench.schema import build
+from device_bench.stats import theil_sen
+from device_bench.workload import Workload
+from edgeqkv.artifact import MANIFEST, Artifact, file_entry, read_artifact
+from edgeqkv.cache import cache_spec
+
+TOLERANCE = 0.03  # measured, declared and formula bytes per token must agree this well
+LEAST_CAPACITIES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Bundle:
+    path: Path
+    artifact: Artifact
+    sha256: str
+
+
+def open_bundle(path: Path) -> Bundle:
+    """Read and hash a bundle once for the whole sweep; raises BundleError."""
+    return Bundle(path, read_artifact(path), file_entry(path / MANIFEST).sha256)
+
+
+def formula(artifact: Artifact) -> int:
+    """Bytes per token from the model alone: what the manifest's cache should be."""
+    cache = artifact.cache
+    layout = "auto" if cache.layout == "none" else cache.layout
+    return cache_spec(artifact.model, layout=layout, dtype=cache.dtype).bytes_per_token
+
+
+def contradiction(figures: BytesPerToken) -> str | None:
+    """Why the three figures cannot all be true; None when those known agree within TOLERANCE."""
+    known = {
+        "formula": figures.formula,
+        "declared by the artifact": figures.declared,
+        "measured in the cache": figures.measured_cache,
+    }
+    pairs = [(a, b) for i, a in enumerate(known) for b in list(known)[:i]]
+    for name, other in pairs:
+        x, y = known[name], known[other]
+        if x is not None and y is not None and abs(x - y) > TOLERANCE * max(abs(y), 1):
+            return f"bytes per token: {x:.0f} {name}, {y:.0f} {other}; allowed difference 3 %"
+    return None
+
+
+def measure_cache(
+    bundle: Bundle, workload: Workload, *, interpreted: bool, timeout_s: float | None
+) -> BytesPerToken:
+    """The bytes-per-token figures of a bundle; what cannot be told is null, with the reason."""
+    artifact = bundle.artifact
+    known = BytesPerToken(formula(artifact))
+    if artifact.cache_mode == "none":
+        return dataclasses.replace(known, reason="the model keeps no cache")
+    try:
+        known = dataclasses.replace(known, declared=_job("declared", bundle, workload, timeout_s))
+    except JobFailed as e:
+        known = dataclasses.replace(known, reason=f"declared: {e}")
+    over, contexts, reason = _slope_plan(artifact)
+    if interpreted:
+        reason = "interpreted: this process's memory says nothing about the real runtime"
+    if reason is not None:
+        return dataclasses.replace(known, reason=reason)
+    try:
+        points = _points(bundle, workload, over, contexts, timeout_s)
+    except JobFailed as e:
+        return dataclasses.replace(known, over=over, reason=f"memory over {over}: {e}")
+    return with_slopes(known, over, points)
+
+
+def with_slopes(known: BytesPerToken, over: str, points: Sequence[MemoryPoint]) -> BytesPerToken:
+    """Add the two measured slopes and their intervals to ``known``."""
+    tokens = [p.tokens for p in points]
+    cache_bytes = [p.cache_bytes for p in points if p.cache_bytes is not None]
+    told = len(cache_bytes) == len(points)
+    cache = theil_sen(tokens, cache_bytes) if told else None
+    process = theil_sen(tokens, [p.process_bytes for p in points])
+    return dataclasses.replace(
+        known,
+        measured_cache=cache.value if cache else None,
+        measured_process=process.value if process else None,
+        ci95=Interval(cache.ci95 if cache else None, process.ci95 if process else None),
+        over=over,
+        reason=known.reason if told else "the runtime does not tell where its cache is",
+        points=tuple(points),
+    )
+
+
+def _slope_plan(artifact: Artifact) -> tuple[str, Sequence[int], str | None]:
+    """(over, depths or capacities, why it cannot be measured or None)."""
+    over = "depth" if artifact.cache_mode == "growing" else "capacity"
+    if not supported():
+        return over, (), "resident memory is read from /proc, which this system lacks"
+    if over == "capacity":
+        few = len(artifact.capacities) < LEAST_CAPACITIES
+        reason = f"the bundle offers {len(artifact.capacities)} capacities, a slope needs 3"
+        return over, artifact.capacities, reason if few else None
+    depths = slope_depths(artifact.cache, artifact.cache.capacity)
+    reason = (
+        f"a context of {artifact.cache.capacity} tokens has fewer than 6 depths that fill whole "
+        f"pages ({tokens_per_page(artifact.cache)} tokens each)"
+    )
+    return over, depths, None if depths else reason
+
+
+def _points(
+    bundle: Bundle, workload: Workload, over: str, contexts: Sequence[int], timeout_s: float | None
+) -> list[MemoryPoint]:
+    if over == "depth":
+        rows = _job("depth", bundle, workload, timeout_s)
+    else:
+        rows = [
+            row
+            for capacity in contexts
+            for row in _job("capacity", bundle, workload, timeout_s, capacity=capacity)
+        ]
+    return [build(MemoryPoint, row, "point") for row in rows]
+
+
+def _job(
+    name: str, bundle: Bundle, workload: Workload, timeout_s: float | None, **more: Any
+) -> Any:
+    job = {
+        "pass": name,
+        "bundle": str(bundle.path.resolve()),
+        "workload": dataclasses.asdict(workload),
+    }
+    env = {} if name == "time" else WORKER_ENV
+    return run_job({**job, **more}, timeout_s=timeout_s, env=env)
+
+
+def run_configuration(
+    bundle: Bundle,
+    workload: Workload,
+    *,
+    run_id: str,
+    with_memory: bool,
+    timeout_s: float | None,
+    caches: dict[str, BytesPerToken],
+) -> BenchResult:
+    """One finished line. ``caches``: bytes per token by bundle sha256, measured once and added to."""
+    artifact = bundle.artifact
+    state = conditions(workload.n_threads)
+    samples: Samples | None = None
+    usage: Memory | None = None
+    engine: str | None = None
+    interpreted: bool | None = None
+    status, reason = "ok", None
+    try:
+        timed = _job("time", bundle, workload, timeout_s)
+        samples = build(Samples, timed["samples"], "samples")
+        engine, interpreted = timed["engine"], timed["interpreted"]
+        if with_memory and not interpreted:
+            found = _job("memory", bundle, workload, timeout_s)
+            usage = None if found is None else build(Memory, found, "memory")
+    except JobFailed as e:
+        status, reason = "failed", str(e) if samples is None else f"memory pass: {e}"
+    if with_memory and bundle.sha256 not in caches and interpreted is not None:
+        caches[bundle.sha256] = measure_cache(
+            bundle, workload, interpreted=interpreted, timeout_s=timeout_s
+        )
+    unmeasured = BytesPerToken(formula(artifact), reason="not measured")
+    figures = caches.get(bundle.sha256, unmeasured)
+    if status == "ok" and (wrong := contradiction(figures)):
+        status, reason = "invalid", wrong
+    return BenchResult(
+        schema_version=SCHEMA_VERSION,
+        run_id=run_id,
+        status=status,
+        reason=reason,
+        model=ModelFacts(artifact.model.label, artifact.model.num_parameters(), artifact.model),
+        artifact=_artifact_info(bundle, engine, interpreted),
+        cache=CacheFacts(
+            layout=artifact.cache.layout,
+            dtype=artifact.cache.dtype,
+            tensors_per_layer=artifact.cache.tensors_per_layer,
+            mode=artifact.cache_mode,
+            capacity=artifact.cache.capacity,
+            bytes_per_token=figures,
+        ),
+        device=device(),
+        conditions=state,
+        workload=workload,
+        samples=samples,
+        memory=usage,
+    )
+
+
+def _artifact_info(bundle: Bundle, engine: str | None, interpreted: bool | None) -> ArtifactInfo:
+    artifact = bundle.artifact
+    return ArtifactInfo(
+        name=artifact.name or bundle.path.resolve().name,
+        backend=artifact.backend,
+        formulation=artifact.formulation,
+        weights=artifact.weights,
+        nbytes=artifact.nbytes,
+        sha256=bundle.sha256,
+        tools=artifact.tools,
+        details=artifact.details,
+        engine=engine,
+        interpreted=interpreted,
+    )
+
+
+def run_sweep(
+    bundles: Sequence[Bundle],
+    plan: Sequence[tuple[int, Workload]],
+    *,
+    run_id: str,
+    with_memory: bool,
+    timeout_s: float | None,
+    earlier: Sequence[BenchResult] = (),
+    finished: Callable[[BenchResult], None],
+) -> None:
+    """Run every configuration of ``plan`` that ``earlier`` does not hold; hand out each line."""
+    done = {r.configuration for r in earlier}
+    caches = _known_caches(earlier)
+    for index, workload in plan:
+        bundle = bundles[index]
+        if (bundle.sha256, *workload.sizes) not in done:
+            finished(
+                run_configuration(
+                    bundle,
+                    workload,
+                    run_id=run_id,
+                    with_memory=with_memory,
+                    timeout_s=timeout_s,
+                    caches=caches,
+                )
+            )
+
+
+def _known_caches(results: Sequence[BenchResult]) -> dict[str, BytesPerToken]:
+    cached = ((r.artifact.sha256, r.cache.bytes_per_token) for r in results)
+    return {sha: b for sha, b in cached if b.points or b.declared is not None}

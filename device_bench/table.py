@@ -1,0 +1,166 @@
+"""The tables of ``bench`` and ``compare``, for a terminal, as Markdown and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from device_bench.figures import Row, fold, one_per_bundle, ratios
+from device_bench.result import BenchResult
+from edgeqkv.console import print_table
+
+INTERPRETED = "interpreted"
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    title: str
+    columns: tuple[str, ...]
+    rows: list[list[object]]
+
+
+Column = tuple[str, Callable[[Row], object]]
+_WHO: tuple[Column, ...] = (
+    ("backend", lambda r: r.backend),
+    ("variant", lambda r: r.variant),
+    ("layout", lambda r: r.layout),
+)
+_BUNDLE: tuple[Column, ...] = (
+    *_WHO,
+    ("\nformula", lambda r: r.formula),
+    ("bytes/token\ndeclared", lambda r: r.declared),
+    ("\nmeasured", lambda r: short(r.measured_cache)),
+    ("file\nMiB", lambda r: mib(r.nbytes)),
+    ("load\nms", lambda r: short(r.load_ms)),
+    ("TTFT\nms", lambda r: short(r.ttft_ms)),
+    ("prefill\ntok/s", lambda r: short(r.prefill_tok_s)),
+    ("decode\ntok/s", lambda r: INTERPRETED if r.interpreted else short(r.decode_tok_s)),
+    ("peak\nMiB", lambda r: mib(r.peak_rss)),
+)
+_SPEED: tuple[Column, ...] = (
+    *_WHO,
+    ("t", lambda r: r.threads),
+    ("depth", lambda r: r.depth),
+    ("TTFT\nms", lambda r: short(r.ttft_ms)),
+    ("prefill\ntok/s", lambda r: short(r.prefill_tok_s)),
+    ("decode\ntok/s", lambda r: INTERPRETED if r.interpreted else short(r.decode_tok_s)),
+    ("+-\n%", lambda r: percent(r.decode_mad, r.decode_tok_s)),
+    ("ITL ms\np50", lambda r: short(r.itl_p50_ms)),
+    ("\np95", lambda r: short(r.itl_p95_ms)),
+    ("\np99", lambda r: short(r.itl_p99_ms)),
+)
+
+
+def short(value: float | None) -> float | None:
+    """Four digits at most: 1234, 123.4, 12.3, 0.12."""
+    if value is None:
+        return None
+    return round(value) if abs(value) >= 1000 else round(value, 1 if abs(value) >= 10 else 2)
+
+
+def mib(nbytes: int | None) -> float | None:
+    return None if nbytes is None else round(nbytes / 2**20, 1)
+
+
+def percent(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else round(100 * part / whole, 1)
+
+
+def tables(results: Sequence[BenchResult]) -> list[Table]:
+    """One row per bundle; the same against each other; and every depth and thread count."""
+    rows = fold(results)
+    bundles = one_per_bundle(rows)
+    made = [_table(_title(bundles), _BUNDLE, bundles)]
+    if found := ratios(rows, results):
+        cells: list[list[object]] = [
+            [r.backend, r.what, r.against]
+            + [
+                _two(v)
+                for v in (r.formula, r.declared, r.measured_cache, r.peak_rss, r.decode_tok_s)
+            ]
+            for r in found
+        ]
+        names = ("backend", "bundle", "against", "formula", "declared", "measured")
+        columns = (*names, "peak RSS", "decode speed")
+        made.append(Table("Ratios (bytes per token, memory, speed)", columns, cells))
+    if len(rows) > len(bundles):
+        made.append(_table("Speed by threads and depth", _SPEED, rows))
+    return made
+
+
+def _table(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> Table:
+    names = tuple(name for name, _ in columns)
+    return Table(title, names, [[read(row) for _, read in columns] for row in rows])
+
+
+def _two(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
+
+
+def _title(bundles: Sequence[Row]) -> str:
+    def each(field: str) -> str:
+        return "/".join(str(v) for v in sorted({getattr(r, field) or 0 for r in bundles}))
+
+    return (
+        f"pp{each('n_prompt')} and tg{each('n_gen')} at depth {each('depth')}, "
+        f"threads {each('threads')}; medians"
+    )
+
+
+def problems(results: Sequence[BenchResult]) -> list[str]:
+    """A line for each result that is not ok, and for each bundle whose figures have a gap."""
+    lines = [f"{r.status}: {describe(r)}: {r.reason}" for r in results if r.status != "ok"]
+    gaps = {
+        f"not measured: {r.artifact.backend} {r.model.label} {r.cache.layout}: "
+        f"{r.cache.bytes_per_token.reason}": None
+        for r in results
+        if r.status == "ok" and r.cache.bytes_per_token.reason
+    }
+    return [*dict.fromkeys(lines), *gaps]
+
+
+def describe(result: BenchResult) -> str:
+    """``onnx Q-MQA shared tg32 @ d512, 2 threads``."""
+    w = result.workload
+    threads = f"{w.n_threads} thread{'s' * (w.n_threads > 1)}"
+    who = f"{result.artifact.backend} {result.model.label} {result.cache.layout}"
+    return f"{who} {w.label}, {threads}"
+
+
+def print_results(results: Sequence[BenchResult]) -> None:
+    """Everything that ``compare`` shows, on stdout."""
+    for i, table in enumerate(tables(results)):
+        if i:
+            print()
+        print_table(table.columns, table.rows, title=table.title, gap=1)
+    if found := problems(results):
+        print()
+        print("\n".join(found))
+
+
+def markdown(results: Sequence[BenchResult]) -> str:
+    parts = []
+    for table in tables(results):
+        lines = [_line(" ".join(c.split()) for c in table.columns)]
+        lines.append(_line("---" for _ in table.columns))
+        lines += [_line("-" if c is None else str(c) for c in row) for row in table.rows]
+        parts.append(f"**{table.title}**\n\n" + "\n".join(lines))
+    parts += ["\n".join(f"- {p}" for p in problems(results))] if problems(results) else []
+    return "\n\n".join(parts)
+
+
+def _line(cells: Any) -> str:
+    return "| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |"
+
+
+def to_csv(results: Sequence[BenchResult]) -> str:
+    """Every field of every row, unrounded; empty where it was not measured."""
+    out = io.StringIO()
+    names = [f.name for f in dataclasses.fields(Row)]
+    writer = csv.DictWriter(out, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(dataclasses.asdict(row) for row in fold(results))
+    return out.getvalue()

@@ -1,0 +1,118 @@
+"""What is run: llama-bench's vocabulary. ``pp128`` prefills 128 tokens, ``tg32`` decodes 32, and
+``@ d512`` means that 512 tokens were in the context before the clock started."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import re
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeqkv.errors import UsageError
+
+_RANGE = re.compile(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """One configuration, in llama-bench's field names. seed: of the token ids and of the order in
+    which the sweep ran; order: the place in it. warmup: untimed-by-statistics runs before."""
+
+    n_prompt: int
+    n_gen: int
+    n_depth: int
+    n_threads: int
+    repetitions: int
+    warmup: int
+    seed: int
+    order: int
+
+    @property
+    def label(self) -> str:
+        """``pp128``, ``tg32``, ``tg32 @ d512``."""
+        parts = [f"pp{self.n_prompt}"] * bool(self.n_prompt) + [f"tg{self.n_gen}"] * bool(
+            self.n_gen
+        )
+        return "+".join(parts) + (f" @ d{self.n_depth}" if self.n_depth else "")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What is asked for: two workloads with these the same are one configuration."""
+        return (self.n_prompt, self.n_gen, self.n_depth, self.n_threads, self.repetitions)
+
+    @property
+    def n_tokens(self) -> int:
+        """Context that the workload needs in all."""
+        return self.n_depth + self.n_prompt + self.n_gen
+
+    def ids(self, used_tokens: int) -> NDArray[np.int64]:
+        """Random token ids [n_tokens] below ``used_tokens``: depth, then prompt, then generated."""
+        return np.random.default_rng(self.seed).integers(
+            0, used_tokens, self.n_tokens, dtype=np.int64
+        )
+
+
+def parse_counts(text: str, flag: str, *, low: int = 0) -> list[int]:
+    """``1,2``, ``128-512+128`` or ``0-512*2`` as a list, in the order given, without repeats.
+
+    A range is first-last+step or first-last*factor; without either the step is 1. A factor cannot
+    leave 0, so ``0-512*2`` is 0, 1, 2, 4 ... 512.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        if match is None:
+            raise UsageError(
+                f"{flag} is {text!r}; allowed: numbers, comma lists, ranges like 128-512+128 or 64-512*2"
+            )
+        counts += _range(*match.groups(), flag=flag)
+    if bad := [c for c in counts if c < low or c > 2**31 - 1]:
+        raise UsageError(f"{flag} is {bad[0]}; it must be at least {low} and fit 31 bits")
+    return list(dict.fromkeys(counts))
+
+
+def _range(
+    first: str, last: str | None, operator: str | None, by: str | None, *, flag: str
+) -> list[int]:
+    start, stop, step = int(first), int(last or first), int(by or 1)
+    if stop < start:
+        raise UsageError(f"{flag} {first}-{last} runs backwards; give the smaller number first")
+    if step < 1 or (operator == "*" and step < 2):
+        raise UsageError(f"{flag} {first}-{last}{operator}{by} never ends; give +1 or *2 or more")
+    if operator != "*":
+        return list(range(start, stop + 1, step))
+    counts = [0] if start == 0 else []
+    value = start or 1
+    while value <= stop:
+        counts.append(value)
+        value *= step
+    return counts
+
+
+def expand(
+    prompts: Sequence[int],
+    gens: Sequence[int],
+    depths: Sequence[int],
+    threads: Sequence[int],
+    *,
+    repetitions: int,
+    seed: int,
+    bundles: int = 1,
+) -> list[tuple[int, Workload]]:
+    """(bundle index, workload) of the whole sweep, shuffled by ``seed``; 0 turns a test off.
+
+    Random order keeps a machine that warms up, or a neighbour, from favouring one bundle.
+    """
+    tests = [(p, 0) for p in prompts if p] + [(0, n) for n in gens if n]
+    if not tests:
+        raise UsageError("nothing to run: both -p and -n are 0")
+    rows = list(itertools.product(range(bundles), tests, depths, threads))
+    random.Random(seed).shuffle(rows)
+    return [
+        (bundle, Workload(p, n, depth, t, repetitions, 1, seed, order))
+        for order, (bundle, (p, n), depth, t) in enumerate(rows)
+    ]
