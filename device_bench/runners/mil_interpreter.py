@@ -36,9 +36,10 @@ class MILInterpreter:
 
     def __init__(self, package: Path) -> None:
         try:
-            import coremltools as ct
-            from coremltools.converters.mil.frontend.milproto.load import load
-            from coremltools.converters.mil.mil import types
+            with quiet():
+                import coremltools as ct
+                from coremltools.converters.mil.frontend.milproto.load import load
+                from coremltools.converters.mil.mil import types
         except ImportError:
             raise MissingDependencyError(
                 "coremltools is not installed; pip install 'edgeqkv[coreml]'"

@@ -92,7 +92,7 @@ def lower(decoder: Decoder, request: Request, directory: Path) -> Lowered:
         ).eval()
         length = min(3, chunk)
         example = torch.zeros(1, length, dtype=torch.int32), torch.arange(length).int()
-        traced = torch.jit.trace(program, example, check_trace=False)
+        traced = torch.jit.trace(program, example, check_trace=False)  # type: ignore[no-untyped-call]
         package = _convert(ct, traced, request, chunk)
         package.save(str(directory / ENTRY))
     weights = directory / ENTRY / "Data" / "com.apple.CoreML" / "weights" / "weight.bin"
@@ -133,7 +133,8 @@ def _convert(ct: Any, traced: Any, request: Request, chunk: int) -> Any:
         minimum_deployment_target=ct.target.iOS18,
         compute_precision=ct.precision.FLOAT16
         if precision(request) == "fp16"
-        else ct.precision.FLOAT32,
+        # Not FLOAT32: it would cast the whole state to float32 and back around each update.
+        else ct.transform.FP16ComputePrecision(lambda op: op.op_type == "slice_update"),
         skip_model_load=True,
     )
 
