@@ -46,6 +46,7 @@ def save_model_dir(
         (folder / CONFIG).write_text(text + "\n", "utf-8")
         tensors = {k: v.detach().contiguous() for k, v in state.items()}
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        (folder / WEIGHTS).chmod(0o644)  # safetensors leaves it readable by its owner only
         if tokenizer_json is not None:
             (folder / TOKENIZER).write_text(tokenizer_json, "utf-8")
 
