@@ -114,6 +114,8 @@ def tied(source: Source, flag: str, embedding: str) -> bool:
         )
     if is_tied:
         source.state.pop("lm_head.weight", None)
+    elif head is not None and head.data_ptr() == wte.data_ptr():
+        source.state["lm_head.weight"] = head.clone()  # two tensors from here on
     return is_tied
 
 
