@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from device_bench.result import BenchResult, BytesPerToken
+from device_bench.result import BenchResult, BytesPerToken, Memory, Snapshot
 from device_bench.stats import Summary, percentile, summarize
 
 
@@ -16,7 +16,8 @@ class Row:
     """One bundle at one thread count and depth; prefill and decode lines folded together.
 
     Speeds are medians over repetitions (tok/s), ``*_mad`` their median absolute deviation. Times
-    are None when interpreted. peak_rss: the larger of the two lines', bytes.
+    are None when interpreted. ``uss_*``: bytes the process alone holds after each stage, the last
+    two at the end of the prefill and of the decode workload. peak_rss: the larger of the two's.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Row:
     declared: int | None
     measured_cache: float | None
     measured_process: float | None
+    process_ci95: tuple[float, float] | None
     over: str | None
     nbytes: int
     load_ms: float | None
@@ -47,6 +49,11 @@ class Row:
     itl_p90_ms: float | None
     itl_p95_ms: float | None
     itl_p99_ms: float | None
+    uss_baseline: int | None
+    uss_import: int | None
+    uss_load: int | None
+    uss_prefill: int | None
+    uss_decode: int | None
     peak_rss: int | None
     status: str
     sha256: str
@@ -103,6 +110,8 @@ def _row(
     itl = [gap / 1e6 for g in gaps for gap in g]
     rate = summarize([1e9 * (prompt or 0) / t for t in ttft])
     speed = summarize([1e9 / t for t in tpot])
+    prefill_memory = next((r.memory for r in prefill if r.memory), None)
+    decode_memory = next((r.memory for r in decode if r.memory), None)
     peaks = [r.memory.peak_rss for r in (*prefill, *decode) if r.memory is not None]
     return Row(
         name=first.artifact.name,
@@ -120,6 +129,7 @@ def _row(
         declared=cache.declared,
         measured_cache=cache.measured_cache,
         measured_process=cache.measured_process,
+        process_ci95=cache.ci95.measured_process,
         over=cache.over,
         nbytes=first.artifact.nbytes,
         load_ms=_ms(summarize([r.samples.load_ns for r in timed if r.samples])),
@@ -133,6 +143,11 @@ def _row(
         itl_p90_ms=percentile(itl, 90),
         itl_p95_ms=percentile(itl, 95),
         itl_p99_ms=percentile(itl, 99),
+        uss_baseline=_uss(prefill_memory or decode_memory, "baseline"),
+        uss_import=_uss(prefill_memory or decode_memory, "after_import"),
+        uss_load=_uss(prefill_memory or decode_memory, "after_load"),
+        uss_prefill=_uss(prefill_memory, "after_prefill"),
+        uss_decode=_uss(decode_memory, "after_decode"),
         peak_rss=max(peaks, default=None),
         status=_worst(r.status for r in group),
         sha256=first.artifact.sha256,
@@ -141,6 +156,11 @@ def _row(
 
 def _repetitions(result: BenchResult) -> tuple[tuple[int, ...], ...]:
     return result.samples.repetitions if result.samples else ()
+
+
+def _uss(memory: Memory | None, stage: str) -> int | None:
+    found: Snapshot | None = getattr(memory, stage, None)
+    return found.uss if found else None
 
 
 def _ms(summary: Summary | None) -> float | None:

@@ -52,6 +52,7 @@ def run_job(
             finally:
                 timer.cancel()
                 _kill(process)
+                process.wait()
         output = log.read_text("utf-8", "replace")
         if os.environ.get("EDGEQKV_TRACEBACK"):
             sys.stderr.write(output)
@@ -69,11 +70,9 @@ def _give_up(process: subprocess.Popen[bytes], late: threading.Event) -> None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the worker's whole process group, then reap it."""
+    """Kill the worker's whole process group, whatever is left of it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode is None and threading.current_thread() is threading.main_thread():
-        process.wait()
 
 
 def _reason(status: int, output: str, timeout_s: float | None) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from device_bench.conditions import conditions, device
+from device_bench.conditions import Conditions, conditions, device
 from device_bench.jobs import JobFailed, run_job
 from device_bench.memory import WORKER_ENV, slope_depths, supported, tokens_per_page
 from device_bench.result import (
@@ -151,60 +151,73 @@ def _job(
     return run_job({**job, **more}, timeout_s=timeout_s, env=env)
 
 
-def run_configuration(
-    bundle: Bundle,
-    workload: Workload,
-    *,
-    run_id: str,
-    with_memory: bool,
-    timeout_s: float | None,
-    caches: dict[str, BytesPerToken],
-) -> BenchResult:
-    """One finished line. ``caches``: bytes per token by bundle sha256, measured once and added to."""
-    artifact = bundle.artifact
-    state = conditions(workload.n_threads)
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What the processes of one configuration brought back. reason: why they did not finish."""
+
     samples: Samples | None = None
-    usage: Memory | None = None
     engine: str | None = None
     interpreted: bool | None = None
-    status, reason = "ok", None
+    memory: Memory | None = None
+    reason: str | None = None
+
+
+def run_configuration(
+    bundle: Bundle, workload: Workload, *, with_memory: bool, timeout_s: float | None
+) -> Outcome:
+    """Time in one process, memory in another; a failure is an outcome."""
     try:
         timed = _job("time", bundle, workload, timeout_s)
-        samples = build(Samples, timed["samples"], "samples")
-        engine, interpreted = timed["engine"], timed["interpreted"]
-        if with_memory and not interpreted:
-            found = _job("memory", bundle, workload, timeout_s)
-            usage = None if found is None else build(Memory, found, "memory")
     except JobFailed as e:
-        status, reason = "failed", str(e) if samples is None else f"memory pass: {e}"
-    if with_memory and bundle.sha256 not in caches and interpreted is not None:
-        caches[bundle.sha256] = measure_cache(
-            bundle, workload, interpreted=interpreted, timeout_s=timeout_s
-        )
-    unmeasured = BytesPerToken(formula(artifact), reason="not measured")
-    figures = caches.get(bundle.sha256, unmeasured)
-    if status == "ok" and (wrong := contradiction(figures)):
-        status, reason = "invalid", wrong
+        return Outcome(reason=str(e))
+    samples = build(Samples, timed["samples"], "samples")
+    outcome = Outcome(samples, timed["engine"], timed["interpreted"])
+    if not with_memory or outcome.interpreted:
+        return outcome
+    try:
+        found = _job("memory", bundle, workload, timeout_s)
+    except JobFailed as e:
+        return dataclasses.replace(outcome, reason=f"memory pass: {e}")
+    usage = None if found is None else build(Memory, found, "memory")
+    return dataclasses.replace(outcome, memory=usage)
+
+
+def assemble(
+    bundle: Bundle,
+    workload: Workload,
+    outcome: Outcome,
+    *,
+    state: Conditions,
+    figures: BytesPerToken,
+    run_id: str,
+) -> BenchResult:
+    """The line of one configuration, judged: failed, invalid or ok."""
+    artifact, cache = bundle.artifact, bundle.artifact.cache
+    status, reason = "ok", contradiction(figures)
+    if reason is not None:
+        status = "invalid"
+    if outcome.reason is not None:
+        status, reason = "failed", outcome.reason
     return BenchResult(
         schema_version=SCHEMA_VERSION,
         run_id=run_id,
         status=status,
         reason=reason,
         model=ModelFacts(artifact.model.label, artifact.model.num_parameters(), artifact.model),
-        artifact=_artifact_info(bundle, engine, interpreted),
+        artifact=_artifact_info(bundle, outcome.engine, outcome.interpreted),
         cache=CacheFacts(
-            layout=artifact.cache.layout,
-            dtype=artifact.cache.dtype,
-            tensors_per_layer=artifact.cache.tensors_per_layer,
+            layout=cache.layout,
+            dtype=cache.dtype,
+            tensors_per_layer=cache.tensors_per_layer,
             mode=artifact.cache_mode,
-            capacity=artifact.cache.capacity,
+            capacity=cache.capacity,
             bytes_per_token=figures,
         ),
         device=device(),
         conditions=state,
         workload=workload,
-        samples=samples,
-        memory=usage,
+        samples=outcome.samples,
+        memory=outcome.memory,
     )
 
 
@@ -239,17 +252,21 @@ def run_sweep(
     caches = _known_caches(earlier)
     for index, workload in plan:
         bundle = bundles[index]
-        if (bundle.sha256, *workload.sizes) not in done:
-            finished(
-                run_configuration(
-                    bundle,
-                    workload,
-                    run_id=run_id,
-                    with_memory=with_memory,
-                    timeout_s=timeout_s,
-                    caches=caches,
-                )
+        if (configuration := (bundle.sha256, *workload.sizes)) in done:
+            continue
+        done.add(configuration)
+        state = conditions(workload.n_threads)
+        outcome = run_configuration(bundle, workload, with_memory=with_memory, timeout_s=timeout_s)
+        if with_memory and bundle.sha256 not in caches and outcome.interpreted is not None:
+            one = dataclasses.replace(workload, n_threads=1)  # a thread pool's stacks are no cache
+            caches[bundle.sha256] = measure_cache(
+                bundle, one, interpreted=outcome.interpreted, timeout_s=timeout_s
             )
+        figures = caches.get(bundle.sha256) or BytesPerToken(
+            formula(bundle.artifact), reason="not asked for, or the bundle never ran"
+        )
+        line = assemble(bundle, workload, outcome, state=state, figures=figures, run_id=run_id)
+        finished(line)
 
 
 def _known_caches(results: Sequence[BenchResult]) -> dict[str, BytesPerToken]:

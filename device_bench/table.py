@@ -40,6 +40,22 @@ _BUNDLE: tuple[Column, ...] = (
     ("decode\ntok/s", lambda r: INTERPRETED if r.interpreted else short(r.decode_tok_s)),
     ("peak\nMiB", lambda r: mib(r.peak_rss)),
 )
+_MEMORY: tuple[Column, ...] = (
+    *_WHO,
+    ("over", lambda r: r.over),
+    ("\ncache", lambda r: short(r.measured_cache)),
+    ("bytes/\nprocess", lambda r: short(r.measured_process)),
+    (
+        "token\n+-",
+        lambda r: short((r.process_ci95[1] - r.process_ci95[0]) / 2) if r.process_ci95 else None,
+    ),
+    ("\nworkspace", lambda r: short(workspace(r))),
+    ("USS\nbase", lambda r: mib(r.uss_baseline)),
+    ("MiB\nimport", lambda r: mib(r.uss_import)),
+    ("\nload", lambda r: mib(r.uss_load)),
+    ("\nprefill", lambda r: mib(r.uss_prefill)),
+    ("\ndecode", lambda r: mib(r.uss_decode)),
+)
 _SPEED: tuple[Column, ...] = (
     *_WHO,
     ("t", lambda r: r.threads),
@@ -59,6 +75,13 @@ def short(value: float | None) -> float | None:
     if value is None:
         return None
     return round(value) if abs(value) >= 1000 else round(value, 1 if abs(value) >= 10 else 2)
+
+
+def workspace(row: Row) -> float | None:
+    """Bytes per token that the process takes beside its cache; negative is the noise of it."""
+    if row.measured_process is None or row.measured_cache is None:
+        return None
+    return row.measured_process - row.measured_cache
 
 
 def mib(nbytes: int | None) -> float | None:
@@ -86,6 +109,8 @@ def tables(results: Sequence[BenchResult]) -> list[Table]:
         names = ("backend", "bundle", "against", "formula", "declared", "measured")
         columns = (*names, "peak RSS", "decode speed")
         made.append(Table("Ratios (bytes per token, memory, speed)", columns, cells))
+    if any(r.measured_process is not None for r in bundles):
+        made.append(_table("Memory: slopes, and what the process holds", _MEMORY, bundles))
     if len(rows) > len(bundles):
         made.append(_table("Speed by threads and depth", _SPEED, rows))
     return made
@@ -119,7 +144,18 @@ def problems(results: Sequence[BenchResult]) -> list[str]:
         for r in results
         if r.status == "ok" and r.cache.bytes_per_token.reason
     }
+    loaded = [r for r in results if _overloaded(r)]
+    if loaded:
+        lines.append(
+            f"warning: more runnable processes than CPUs during {len(loaded)} of {len(results)} "
+            "configurations; their timings will not repeat"
+        )
     return [*dict.fromkeys(lines), *gaps]
+
+
+def _overloaded(result: BenchResult) -> bool:
+    load, cpus = result.conditions.load_average_1m, result.device.cpu_count
+    return load is not None and cpus is not None and load > cpus
 
 
 def describe(result: BenchResult) -> str:
