@@ -63,11 +63,13 @@ def load(artifact: Artifact, directory: Path, *, threads: int, capacity: int) ->
     return SelfTestRunner(artifact, capacity)
 
 
-def write_bundle(directory: Path, cache_mode: str, *, backend: str = BACKEND) -> Path:
+def write_bundle(
+    directory: Path, cache_mode: str, *, backend: str = BACKEND, layout: str = "auto"
+) -> Path:
     """A bundle for the fake runtime; ``cache_mode`` growing or static."""
     directory.mkdir(parents=True)
     (directory / "program.txt").write_text("device_bench.self_test\n")
-    cache = cache_spec(MODEL)
+    cache = cache_spec(MODEL, layout=layout)
     artifact = Artifact(
         backend=backend,
         entry="program.txt",
@@ -81,7 +83,7 @@ def write_bundle(directory: Path, cache_mode: str, *, backend: str = BACKEND) ->
         files={"program.txt": file_entry(directory / "program.txt")},
         tools={},
         details={},
-        name=f"self-test-{cache_mode}",
+        name="self-test",
     )
     (directory / MANIFEST).write_text(json.dumps(artifact.to_dict()))
     return directory

@@ -11,24 +11,31 @@ from device_bench.result import BenchResult, MemoryPoint, Samples
 from device_bench.self_test import write_bundle
 from device_bench.workload import Workload
 
+SAMPLES = Samples(None, 5_000_000, 60_000, (130_000,), ((128_000,), (127_000,), (129_000,)))
+DECODE = Samples(None, 5_000_000, 60_000, (9, 10), ((500_000, 1_500_000, 2_500_000, 3_500_000),))
 
-def result(folder: Path, cache_mode: str = "growing", **changes: object) -> BenchResult:
-    """A line as the sweep assembles it, without running anything; ``changes`` replace fields."""
+
+def result(
+    folder: Path, *, layout: str = "auto", gen: int = 0, depth: int = 0, **changes: object
+) -> BenchResult:
+    """A line as the sweep assembles it, without running anything; ``changes`` replace fields.
+
+    Prefill takes 128 us for 128 tokens, decode 1 ms per token; the process has 1 KiB of workspace
+    per token beside its cache.
+    """
     if not folder.exists():
-        write_bundle(folder, cache_mode)
+        write_bundle(folder, "growing", layout=layout)
     bundle = sweep.open_bundle(folder)
+    true = sweep.formula(bundle.artifact)
+    points = [
+        MemoryPoint(t, true * t, (true + 1024) * t + 5_000_000) for t in range(128, 1025, 128)
+    ]
     line = sweep.assemble(
         bundle,
-        Workload(128, 0, 0, 1, 5, 1, 42, 0),
-        sweep.Outcome(engine="self-test", interpreted=False, samples=SAMPLES),
-        state=conditions(1),
-        figures=sweep.with_slopes(
-            sweep.BytesPerToken(sweep.formula(bundle.artifact), declared=8192), "depth", POINTS
-        ),
+        Workload(0 if gen else 128, gen, depth, 1, 5, 1, 42, 0),
+        sweep.Outcome(DECODE if gen else SAMPLES, "self-test", interpreted=False),
+        state=dataclasses.replace(conditions(1), load_average_1m=0.1),
+        figures=sweep.with_slopes(sweep.BytesPerToken(true, declared=true), "depth", points),
         run_id="test",
     )
     return dataclasses.replace(line, **changes)
-
-
-SAMPLES = Samples(None, 5_000_000, 60_000, (130_000,), ((128_000,), (127_000,), (129_000,)))
-POINTS = [MemoryPoint(128 * i, 8192 * 128 * i, 9216 * 128 * i + 5_000_000) for i in range(1, 9)]
