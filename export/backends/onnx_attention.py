@@ -14,9 +14,6 @@ from torch import Tensor
 
 from edgeqkv.attention import Attend
 
-# The last argument of a formulation: where the tensors for the next steps are left.
-Present = dict[str, Tensor]
-
 
 def gemm_prefix(
     pasts: Sequence[Sequence[Sequence[Tensor]]], scale: float, present: Callable[[Tensor], None]
@@ -33,28 +30,21 @@ def gemm_prefix(
         _, new, heads, dim = q.shape
         groups = k.shape[2]
         rows = heads // groups
-        q = (q * scale).view(new, heads, dim)
-        mask = causal_mask(new)[:, None, :]
-        current = [k.view(new, groups, dim), v.view(new, groups, dim)]
-        for role, _ in enumerate(pasts[layer]):
-            for g in range(groups):
-                present(current[role][:, g].to(pasts[layer][role][g].dtype))
-        outs = []
-        for g in range(groups):
-            past_k, past_v = (views[g].to(q.dtype) for views in (pasts[layer][0], pasts[layer][-1]))
-            if len(pasts[layer]) == 1:
-                past_v = past_k
-            k_new, v_new = (t[:, g] for t in current)
-            q_rows = q[:, g * rows : (g + 1) * rows].reshape(new * rows, dim)
-            on_past = q_rows @ past_k.transpose(0, 1)
-            on_new = (q_rows @ k_new.transpose(0, 1)).view(new, rows, new) + mask
-            scores = torch.cat([on_past, on_new.view(new * rows, new)], dim=-1)
-            p = torch.softmax(scores, dim=-1)
-            length = past_k.shape[0]
-            out = p[:, :length] @ past_v + p[:, length:] @ v_new
-            outs.append(out.view(new, rows, dim))
-        out = outs[0] if groups == 1 else torch.cat(outs, dim=1)
-        return out.view(1, new, heads * dim)
+        views = pasts[layer]
+        current = [t.view(new, groups, dim) for t in ((k,) if len(views) == 1 else (k, v))]
+        for role, tensor in zip(views, current, strict=True):
+            for past, row in zip(role, tensor.unbind(1), strict=True):
+                present(row.to(past.dtype))
+        reads = [[past.to(q.dtype) for past in role] for role in views]
+        k_new, v_new = (t.transpose(0, 1) for t in (current[0], current[-1]))
+        # [G, R*S, D], query head major; the scale costs least here.
+        q = (q * scale).view(new, groups, rows, dim).permute(1, 2, 0, 3).reshape(groups, -1, dim)
+        on_past = torch.stack([q[g] @ past.transpose(0, 1) for g, past in enumerate(reads[0])])
+        on_new = (q @ k_new.transpose(1, 2)).view(groups, rows, new, new) + causal_mask(new)
+        scores = torch.cat([on_past, on_new.view(groups, rows * new, new)], dim=-1)
+        p_past, p_new = torch.softmax(scores, dim=-1).split([reads[0][0].shape[0], new], dim=-1)
+        out = torch.stack([p_past[g] @ past for g, past in enumerate(reads[-1])]) + p_new @ v_new
+        return out.view(groups, rows, new, dim).permute(2, 0, 1, 3).reshape(1, new, heads * dim)
 
     return attend
 
