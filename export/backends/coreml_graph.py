@@ -131,7 +131,7 @@ def load_graph(package: Path) -> Graph:
     return Graph(
         ops=ops,
         states={
-            v.name: (_dtype(v.type.stateType.wrappedType), _shape(v.type.stateType.wrappedType))
+            v.name: (dtype_name(v.type.stateType.wrappedType), _shape(v.type.stateType.wrappedType))
             for v in main.inputs
             if v.type.WhichOneof("type") == "stateType"
         },
@@ -140,7 +140,7 @@ def load_graph(package: Path) -> Graph:
         producer={name: op for op in ops for name in op.outputs},
         consumers=consumers,
         shapes={name: _shape(type_) for name, type_ in types.items()},
-        dtypes={name: _dtype(type_) for name, type_ in types.items()},
+        dtypes={name: dtype_name(type_) for name, type_ in types.items()},
     )
 
 
@@ -152,7 +152,8 @@ def _shape(type_: Any) -> tuple[int, ...]:
     )
 
 
-def _dtype(type_: Any) -> str:
+def dtype_name(type_: Any) -> str:
+    """``fp16`` or ``fp32``, any other in Core ML's spelling, e.g. ``UINT4``."""
     tensor = type_.tensorType
     enum = tensor.DESCRIPTOR.fields_by_name["dataType"].enum_type
     name = str(enum.values_by_number[tensor.dataType].name)

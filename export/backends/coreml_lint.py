@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from export.backends.coreml_graph import VIEWS, Graph, Op
+from export.backends.coreml_graph import VIEWS, Graph, Op, dtype_name
 
 NEURAL_ENGINE_MULTIPLE = 32
 INT16_MAX = 2**15 - 1
@@ -91,16 +91,12 @@ def _narrow_indices(graph: Graph) -> list[str]:
 
 
 def _four_bit(graph: Graph) -> list[str]:
-    """Look-up tables of 16 entries or indices of 4 bits."""
+    """Look-up tables with 4-bit indices, bound by name or as literals."""
     found = []
     for op in graph.of("constexpr_lut_to_dense"):
-        types = {graph.dtypes.get(v) for vs in op.inputs.values() for v in vs}
-        literals = [
-            a.value.type.tensorType for i in op.proto.inputs.values() for a in i.arguments
-        ] + [v.type.tensorType for v in op.proto.attributes.values()]
-        if "UINT4" in types or any(
-            len(t.dimensions) == 1 and t.dimensions[0].constant.size == 16 for t in literals
-        ):
+        argument = op.proto.inputs["indices"].arguments[0]
+        literal = dtype_name(argument.value.type)
+        if "UINT4" in (graph.dtypes.get(argument.name), literal):
             found.append(op.outputs[0])
     return found
 

@@ -109,18 +109,20 @@ def _copies(graph: Graph, state: str) -> list[str]:
     writes, reads = _writes(graph, state), _reads(graph, state)
     if len(writes) > 1:
         found.append(f"{state} is written {len(writes)} times per step")
+    whole = set()
     for write in writes:
         update = graph.producer.get(_written(write))
+        updated = graph.producer.get(update.one("x")) if update else None
         if update is None or update.type != "slice_update":
             maker = update.type if update else "an input"
             found.append(f"{state} is rewritten whole by {maker} {_written(write)}")
-        elif not any(
-            op.type == "read_state" and op.one("input") == state
-            for op in graph.upstream(update.one("x"), frozenset())
-        ):
+            whole.add(_written(write))
+        elif updated not in reads:
             found.append(f"{state} is rewritten whole: {_written(write)} updates another tensor")
     for read_op in reads:
         for op, operand in graph.downstream(read_op.outputs[0], READ_PATH):
+            if whole & set(op.outputs):
+                continue  # said already
             if op.type in REPEATS or (op.type in ("concat", "stack") and _is_data(op, operand)):
                 found.append(f"{state} is copied by {op.type} {op.outputs[0]}")
             elif op.type == "cast":
