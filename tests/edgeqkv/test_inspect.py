@@ -59,8 +59,9 @@ def test_the_numbers(inspect_json, checkpoint):
     per_token = upstream.LAYERS * 2 * upstream.DIM * 4
     assert (shared["layout"], shared["tensors_per_layer"]) == ("shared", 1)
     assert (separate["layout"], separate["tensors_per_layer"]) == ("separate", 2)
-    assert shared["bytes_per_token"] == {"fp32": per_token, "fp16": per_token // 2}
-    assert separate["bytes_per_token"] == {"fp32": 2 * per_token, "fp16": per_token}
+    assert shared["bytes_per_token"]["fp32"] == separate["bytes_per_token"]["fp16"] == per_token
+    assert shared["bytes_per_token"]["fp16"] == per_token // 2
+    assert separate["bytes_per_token"]["fp32"] == 2 * per_token
     assert shared["tokens_in_256_MiB"]["fp32"] == 256 * 2**20 // per_token
     assert shared["nbytes_at_max_context"]["fp32"] == per_token * upstream.POSITIONS
     parameters = sum(
