@@ -20,6 +20,7 @@ from edgeqkv.errors import MissingDependencyError, RunError, UsageError
 from edgeqkv.quiet import quiet
 from edgeqkv.runner import check_tokens
 
+RUNTIME = "coremltools"  # the bench imports it first, to tell its memory and time from load's
 UNITS_VARIABLE = "EDGEQKV_COREML_UNITS"
 COMPUTE_UNITS = ("ALL", "CPU_AND_NE", "CPU_AND_GPU", "CPU_ONLY")
 

@@ -19,6 +19,7 @@ from edgeqkv.cache import CacheSpec
 from edgeqkv.errors import BundleError, MissingDependencyError, RunError, UnsupportedError
 from edgeqkv.runner import check_tokens
 
+RUNTIME = "onnxruntime"  # the bench imports it first, to tell its memory and time from load's
 _DTYPES = {"fp32": np.float32, "fp16": np.float16}
 
 
