@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from edgeqkv.cache import CacheSpec
 from edgeqkv.errors import BundleError, SpecError
+from edgeqkv.quant import Quantisation
 from edgeqkv.spec import ModelSpec, check_keys
 
 SCHEMA_VERSION = 1
@@ -43,6 +44,7 @@ class Artifact:
     capacities: contexts a static bundle can be loaded with, ascending; the last is the cache's.
     prefill_chunk: most tokens that one call of the program takes.
     entry: the model file (or folder, for an .mlpackage) inside the bundle.
+    weights: short name of the recipe in ``quantisation``, for tables.
     details: figures of the backend's own, e.g. planned memory in bytes.
     """
 
@@ -59,6 +61,7 @@ class Artifact:
     tools: Mapping[str, str]
     details: Mapping[str, Any]
     name: str = ""
+    quantisation: Quantisation = dataclasses.field(default_factory=Quantisation)
 
     def to_dict(self) -> dict[str, Any]:
         return {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}
@@ -158,6 +161,9 @@ def _from_dict(data: Any) -> Artifact:
             raise SpecError(f"{key} must be a JSON object")
     data["model"] = ModelSpec.from_dict(data["model"])
     data["cache"] = CacheSpec.from_dict(data["cache"])
+    data["quantisation"] = Quantisation.from_dict(data["quantisation"])
+    if data["weights"] != (label := data["quantisation"].recipe.label):
+        raise SpecError(f"weights is {data['weights']!r}, but its recipe is {label}")
     data["files"] = {name: _file_entry(name, entry) for name, entry in data["files"].items()}
     data["capacities"] = _capacities(data["capacities"], data["cache"])
     if not _is_count(data["prefill_chunk"]):

@@ -1,7 +1,8 @@
 """CacheSpec: the key/value cache of a model, derived from ModelSpec alone. No torch here.
 
 The formula everything else is checked against:
-``bytes_per_token = layers * tensors_per_layer * num_key_value_heads * head_dim * itemsize``.
+``bytes_per_token = layers * tensors_per_layer * num_key_value_heads * (head_dim * itemsize + scale)``,
+where scale is 4 for int8, whose rows carry one float32 scale per token and head, else 0.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 from edgeqkv.errors import SpecError
 from edgeqkv.spec import ModelSpec, check_keys
 
-DTYPE_BYTES = {"fp32": 4, "fp16": 2}
+DTYPE_BYTES = {"fp32": 4, "fp16": 2, "int8": 1}
+# Bytes of the scale that one row [head_dim] of one token carries: row ~ int8 row * scale.
+SCALE_BYTES = {"fp32": 0, "fp16": 0, "int8": 4}
 LAYOUTS = ("none", "shared", "separate")
 LAYOUT_CHOICES = ("auto", "shared", "separate")
 
@@ -24,6 +27,8 @@ class CacheSpec:
 
     ``layout``: ``shared`` one tensor per layer read as key and as value; ``separate`` two;
     ``none`` for a model that is not causal and keeps no cache. ``capacity``: tokens it can hold.
+    ``dtype`` int8 is symmetric, q in [-127, 127], with scale = max|row| / 127 of every token and
+    head; with ``shared`` the one scale serves both roles.
     """
 
     layout: str
@@ -57,9 +62,14 @@ class CacheSpec:
         return DTYPE_BYTES[self.dtype]
 
     @property
+    def scale_itemsize(self) -> int:
+        """Bytes of one scale; 0 where the dtype needs none."""
+        return SCALE_BYTES[self.dtype]
+
+    @property
     def bytes_per_token(self) -> int:
-        """Bytes that one more token of context costs, all layers together."""
-        row = self.num_key_value_heads * self.head_dim * self.itemsize
+        """Bytes that one more token of context costs, all layers together, scales included."""
+        row = self.num_key_value_heads * (self.head_dim * self.itemsize + self.scale_itemsize)
         return self.num_layers * self.tensors_per_layer * row
 
     @property
@@ -74,6 +84,10 @@ class CacheSpec:
     def names(self) -> list[str]:
         """Tensor names in layer order: ``cache.0.kv`` or ``cache.0.key``, ``cache.0.value``."""
         return [f"cache.{i}.{role}" for i in range(self.num_layers) for role in self.roles]
+
+    def scale_names(self) -> list[str]:
+        """``cache.0.kv.scale``, ... beside :meth:`names`; empty where the dtype needs no scale."""
+        return [f"{name}.scale" for name in self.names()] if self.scale_itemsize else []
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

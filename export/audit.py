@@ -63,6 +63,7 @@ def find_problems(artifact: Artifact, facts: ArtifactFacts) -> list[str]:
     """Every contradiction between what the manifest says and what the artifact is."""
     cache, problems = artifact.cache, []
     layers: dict[int | None, list[str]] = {i: [] for i in range(cache.num_layers)}
+    expected = cache.tensors_per_layer * (2 if cache.scale_itemsize else 1)  # and their scales
     for tensor in facts.cache_tensors:
         layers.setdefault(tensor.layer, []).append(tensor.name)
     for layer, names in layers.items():
@@ -70,12 +71,13 @@ def find_problems(artifact: Artifact, facts: ArtifactFacts) -> list[str]:
             problems.append(f"cache tensor {names[0]} belongs to no layer of the model")
         elif layer >= cache.num_layers:
             problems.append(f"cache tensor {names[0]} is of layer {layer}, which the model lacks")
-        elif len(names) != cache.tensors_per_layer:
+        elif len(names) != expected:
             problems.append(
                 f"layer {layer} holds {len(names)} cache tensors ({', '.join(names) or 'none'}); "
-                f"layout {cache.layout} means {cache.tensors_per_layer}"
+                f"layout {cache.layout}, {cache.dtype} means {expected}"
             )
-    wrong = [t for t in facts.cache_tensors if t.itemsize != DTYPE_BYTES[cache.dtype]]
+    itemsizes = {True: cache.scale_itemsize, False: DTYPE_BYTES[cache.dtype]}
+    wrong = [t for t in facts.cache_tensors if t.itemsize != itemsizes[t.role == "scale"]]
     problems += [f"cache tensor {t.name} is {t.dtype}; manifest says {cache.dtype}" for t in wrong]
     if facts.bytes_per_token != cache.bytes_per_token:
         problems.append(

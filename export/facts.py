@@ -10,7 +10,8 @@ class CacheTensor:
     """One cache tensor that the program declares. ``layer`` is None when its name does not say.
 
     ``elements_per_token``: elements of the tensor that one token of context takes.
-    ``role``: what the graph reads it as: ``kv`` (both), ``key``, ``value`` or ``?``.
+    ``role``: what the graph reads it as: ``kv`` (both), ``key``, ``value`` or ``?``;
+        ``scale`` for the scales of an int8 cache, a tensor of their own.
     """
 
     name: str

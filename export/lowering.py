@@ -9,17 +9,30 @@ from typing import Any, Protocol
 
 from edgeqkv.cache import CacheSpec
 from edgeqkv.model import Decoder
+from edgeqkv.quant import QuantRecipe
 from edgeqkv.spec import ModelSpec
+from export.quantise import QuantTensor
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One export. ``options``: the backend's own flags, e.g. {"et_attention": "plain"}."""
+    """One export. ``options``: the backend's own flags, e.g. {"et_attention": "plain"}.
+
+    tensors: module name -> integers, of every module that the recipe stores as integers; the
+    decoder that is lowered holds the same numbers as float32, a tied head those of ``wte``. Empty
+    when ``check`` is called, which must judge by ``recipe`` alone.
+    """
 
     model: ModelSpec
     cache: CacheSpec
-    weights: str = "fp32"
+    recipe: QuantRecipe = dataclasses.field(default_factory=QuantRecipe)
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tensors: Mapping[str, QuantTensor] = dataclasses.field(default_factory=dict)
+
+    @property
+    def weights(self) -> str:
+        """The recipe's short name."""
+        return self.recipe.label
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,7 @@ from edgeqkv.artifact import (
 from edgeqkv.errors import MismatchError, UnsupportedError
 from edgeqkv.files import new_folder
 from edgeqkv.model import Decoder
+from edgeqkv.quant import Quantisation
 from export.lowering import Backend, Request
 from export.verify import verify_bundle
 
@@ -51,12 +52,16 @@ def export_bundle(
     target: Path,
     *,
     name: str,
+    quantisation: Quantisation | None = None,
     tokenizer: Path | None = None,
     overwrite: bool = False,
     verify: bool = True,
     report: Callable[[str], None] = lambda stage: None,
 ) -> Artifact:
     """Write one bundle to ``target``; ``report`` hears each of STAGES when it is done.
+
+    ``decoder`` and ``golden`` are of the rounded weights (``export.quantise.apply_rounding``) where
+    ``request.tensors`` holds integers; ``quantisation`` says how those were made.
 
     Raises:
         UnsupportedError: the backend cannot do the request (nothing has been traced).
@@ -81,6 +86,7 @@ def export_bundle(
             cache_mode=lowered.cache_mode,
             formulation=lowered.formulation,
             weights=request.weights,
+            quantisation=quantisation or Quantisation(request.recipe),
             capacities=lowered.capacities,
             prefill_chunk=lowered.prefill_chunk,
             files={p.relative_to(folder).as_posix(): file_entry(p) for p in files},

@@ -14,9 +14,18 @@ from edgeqkv.runner import Runner, open_runner
 
 # How far a bundle may be from the float32 reference, by the coarsest number format in it.
 # max_abs is in units of the reference logits' standard deviation, KL in nats per token.
+# The reference of a quantised bundle is the model of its rounded weights: what is left for int8
+# and int4 is that runtimes round activations to 8 bits as they run.
 THRESHOLDS = {
     "fp32": {"max_abs": 1e-3, "kl": 1e-6, "cosine": 0.99999},
     "fp16": {"max_abs": 5e-2, "kl": 1e-3, "cosine": 0.999},
+    "int8": {"max_abs": 0.25, "kl": 1e-2, "cosine": 0.99},
+    "int4": {"max_abs": 0.25, "kl": 1e-2, "cosine": 0.99},
+}
+# Against the model before it was rounded: what quantisation costs, not whether lowering is right.
+QUALITY = THRESHOLDS | {
+    "int8": {"max_abs": 0.5, "kl": 2e-2, "cosine": 0.98},
+    "int4": {"max_abs": 3.0, "kl": 1.0, "cosine": 0.7},
 }
 REFERENCE_TOKENS = 96  # compared when the model itself is at hand, and the context has room
 
@@ -51,17 +60,21 @@ class Verification:
 
 
 def numerics(artifact: Artifact) -> str:
-    """Which row of THRESHOLDS applies."""
-    fp16 = "fp16" in (
+    """Which row of THRESHOLDS applies: the coarsest format in the bundle."""
+    found = {
         artifact.cache.dtype,
-        artifact.weights,
+        *artifact.quantisation.recipe.schemes,
         artifact.details.get("compute_precision"),
-    )
-    return "fp16" if fp16 else "fp32"
+    }
+    return next((name for name in ("int4", "int8", "fp16") if name in found), "fp32")
 
 
-def verify_bundle(bundle: Path, *, decoder: Decoder | None = None) -> Verification:
+def verify_bundle(
+    bundle: Path, *, decoder: Decoder | None = None, original: bool = False
+) -> Verification:
     """Compare a bundle with the eager model, or with its golden vectors when ``decoder`` is None.
+
+    ``original``: the decoder has the checkpoint's weights, not the rounded ones; QUALITY applies.
 
     Raises:
         BundleError: a file is missing or altered. A mismatch is a result, not an exception.
@@ -70,7 +83,9 @@ def verify_bundle(bundle: Path, *, decoder: Decoder | None = None) -> Verificati
     artifact = runner.artifact
     ids, prompt, expected = _reference(bundle, artifact, decoder)
     used = artifact.model.used_tokens
-    limits = THRESHOLDS[numerics(artifact)]
+    limits = (QUALITY if original else THRESHOLDS)[numerics(artifact)]
+    rounded = bool(artifact.quantisation.recipe.rules)
+    model = "unquantised model" if original and rounded else "eager model"
     comparisons = []
 
     def compare(way: str, got: list[NDArray[np.float32]], rows: NDArray[np.float32]) -> None:
@@ -98,7 +113,7 @@ def verify_bundle(bundle: Path, *, decoder: Decoder | None = None) -> Verificati
         backend=artifact.backend,
         engine=runner.engine,
         interpreted=runner.interpreted,
-        reference="golden vectors" if decoder is None else "eager model",
+        reference="golden vectors" if decoder is None else model,
         numerics=numerics(artifact),
         comparisons=tuple(comparisons),
         failure=_failure(comparisons, limits),

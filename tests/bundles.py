@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 from edgeqkv.artifact import MANIFEST, Artifact, file_entry
 from edgeqkv.cache import cache_spec
 from edgeqkv.model import Decoder
+from edgeqkv.quant import Quantisation, uniform
 from export.lowering import Backend, Request
+from export.quantise import apply_rounding, quantise
 
 
 def make_bundle(
@@ -21,13 +24,21 @@ def make_bundle(
     dtype: str = "fp32",
     capacity: int | None = None,
     weights: str = "fp32",
+    group_size: int | None = None,
     **options: str,
 ) -> tuple[Artifact, Path]:
-    """Lower ``decoder`` into ``directory`` (created) as the pipeline would; golden vectors left out."""
+    """Lower ``decoder`` into ``directory`` (created) as the pipeline would; golden vectors left out.
+
+    With quantised ``weights`` the decoder is rounded in place, so that it is the reference too.
+    """
     to: Backend = importlib.import_module(f"export.backends.to_{backend}")  # type: ignore[assignment]
     cache = cache_spec(decoder.spec, layout=layout, dtype=dtype, capacity=capacity)
-    request = Request(decoder.spec, cache, weights, options)
+    recipe = uniform(weights, group_size)
+    request = Request(decoder.spec, cache, recipe, options)
     to.check(request)
+    tensors = quantise(decoder, recipe)
+    apply_rounding(decoder, recipe, tensors)
+    request = dataclasses.replace(request, tensors=tensors)
     directory.mkdir(parents=True, exist_ok=True)
     lowered = to.lower(decoder, request, directory)
     files = {
@@ -42,7 +53,8 @@ def make_bundle(
         cache=cache,
         cache_mode=lowered.cache_mode,
         formulation=lowered.formulation,
-        weights=weights,
+        weights=recipe.label,
+        quantisation=Quantisation(recipe, "rtn" if tensors else "none"),
         capacities=lowered.capacities,
         prefill_chunk=lowered.prefill_chunk,
         files=files,

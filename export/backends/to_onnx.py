@@ -41,6 +41,11 @@ def check(request: Request) -> None:
         raise UnsupportedError(
             f"onnx: weights {request.weights!r} are not supported; allowed: {', '.join(WEIGHTS)}"
         )
+    if request.cache.dtype not in _TORCH_DTYPES:
+        raise UnsupportedError(
+            f"onnx: cache dtype {request.cache.dtype} is not supported; "
+            f"allowed: {', '.join(_TORCH_DTYPES)}"
+        )
     for name, value in request.options.items():
         if name != "onnx_attention":
             raise UnsupportedError(f"onnx: unknown option {name!r}; allowed: onnx_attention")
@@ -72,8 +77,9 @@ class _Gemm(nn.Module):
             for _ in range(self.cache.num_layers)
         ]
         rows: list[Tensor] = []
-        attend = gemm_prefix(nested, self.decoder.spec.attention_scale, rows.append)
-        positions = torch.arange(input_ids.shape[1]) + pasts[0].shape[0]
+        new, scale = input_ids.shape[1], self.decoder.spec.attention_scale
+        attend = gemm_prefix(nested, new, scale, rows.append)
+        positions = torch.arange(new) + pasts[0].shape[0]
         return logits(self.decoder, input_ids, positions, attend), *rows
 
 

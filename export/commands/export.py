@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from edgeqkv.artifact import Artifact
+    from edgeqkv.cache import CacheSpec
+    from edgeqkv.quant import QuantRecipe
     from edgeqkv.spec import ModelSpec
     from export.lowering import Request
 
 # What a backend keeps its cache in unless told otherwise: Core ML states exist only in fp16.
 DEFAULT_CACHE_DTYPE = {"coreml": "fp16"}
+COLUMNS = {
+    "backend": "backend",
+    "weights": "weights",
+    "layout": "layout",
+    "cache_dtype": "cache",
+    "capacity": "context",
+    "bytes_per_token": "bytes/token",
+    "formulation": "formulation",
+}
 
 
 def run(
@@ -24,11 +37,21 @@ def run(
     max_context: Annotated[
         int | None, typer.Option(help="Tokens of context [default: the model's positions].")
     ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="fp32, fp16, int8 or int4 [default: fp32].")
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option(help="Columns per scale, 0 for a whole row [default: int4 32, int8 0]."),
+    ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(metavar="TOML", help="Number format per module, not --weights.")
+    ] = None,
     cache_layout: Annotated[
         str, typer.Option(help="auto: one tensor per layer where exact; shared; separate.")
     ] = "auto",
     cache_dtype: Annotated[
-        str | None, typer.Option(help="fp32 or fp16 [default: fp32; coreml fp16].")
+        str | None, typer.Option(help="fp32, fp16 or int8 [default: fp32; coreml fp16].")
     ] = None,
     onnx_attention: Annotated[str, typer.Option(help="auto, gemm or gqa.")] = "auto",
     et_attention: Annotated[str, typer.Option(help="auto, plain or custom.")] = "auto",
@@ -44,6 +67,8 @@ def run(
     """
     from edgeqkv.console import print_json, print_table, progress
     from edgeqkv.files import refuse_existing
+    from edgeqkv.quant import Quantisation
+    from export.lowering import Request
     from export.pipeline import STAGES, export_bundle, find_backend
 
     options = {
@@ -52,8 +77,14 @@ def run(
         "coreml": {"coreml_precision": coreml_precision},
     }
     spec = _read_spec(model)
+    quantisation = Quantisation(_recipe(spec, weights, group_size, recipe))
     requests = {
-        name: _request(spec, cache_layout, cache_dtype, max_context, name, options.get(name, {}))
+        name: Request(
+            model=spec,
+            cache=_cache(spec, cache_layout, cache_dtype, max_context, name),
+            recipe=quantisation.recipe,
+            options=options.get(name, {}),
+        )
         for name in _split(backends)
     }
     for name, request in requests.items():  # everything is refused before anything is traced
@@ -62,16 +93,22 @@ def run(
             refuse_existing(out / name, overwrite)
     rows: list[dict[str, Any]] = []
     if dry_run:
-        rows = [_row(name, out / name, r.cache, None) for name, r in requests.items()]
+        rows = [_row(name, out / name, r, None) for name, r in requests.items()]
     else:
         import torch
 
         from edgeqkv.model_dir import TOKENIZER, load_any
         from export.golden import make_golden
+        from export.quantise import apply_rounding, quantise
 
-        with torch.inference_mode(), progress(2 + len(requests) * len(STAGES), "export") as step:
+        with torch.inference_mode(), progress(3 + len(requests) * len(STAGES), "export") as step:
             decoder = load_any(model)
             step("model loaded")
+            tensors = quantise(decoder, quantisation.recipe)
+            apply_rounding(decoder, quantisation.recipe, tensors)
+            if tensors:
+                quantisation = dataclasses.replace(quantisation, method="rtn")
+            step("quantised")
             context = min(r.cache.capacity for r in requests.values())
             golden = make_golden(decoder, context)
             step("reference logits")
@@ -81,30 +118,21 @@ def run(
                     decoder,
                     golden,
                     name,
-                    request,
+                    dataclasses.replace(request, tensors=tensors),
                     out / name,
                     name=model.resolve().name,
+                    quantisation=quantisation,
                     tokenizer=tokenizer if tokenizer.is_file() else None,
                     overwrite=overwrite,
                     verify=verify,
                     report=lambda stage, name=name: step(f"{name} {stage}"),  # type: ignore[misc]
                 )
-                rows.append(_row(name, out / name, artifact.cache, artifact))
+                rows.append(_row(name, out / name, request, artifact))
     if as_json:
         print_json(rows)
         return
-    columns = [
-        "backend",
-        "layout",
-        "cache",
-        "context",
-        "bytes/token",
-        "formulation",
-        "MB",
-        "bundle",
-    ]
-    keys = ["backend", "layout", "cache_dtype", "capacity", "bytes_per_token", "formulation"]
-    cells = [[r[k] for k in keys] + [_megabytes(r["nbytes"]), r["bundle"]] for r in rows]
+    cells = [[r[key] for key in COLUMNS] + [_megabytes(r["nbytes"]), r["bundle"]] for r in rows]
+    columns = [*COLUMNS.values(), "MB", "bundle"]
     print_table(columns, cells, title="plan, nothing written" if dry_run else None)
 
 
@@ -131,26 +159,40 @@ def _read_spec(model: Path) -> ModelSpec:
     return read_config(model)[0]
 
 
-def _request(
-    spec: ModelSpec,
-    layout: str,
-    dtype: str | None,
-    context: int | None,
-    backend: str,
-    options: dict[str, str],
-) -> Request:
+def _recipe(
+    spec: ModelSpec, weights: str | None, group_size: int | None, path: Path | None
+) -> QuantRecipe:
+    """What the flags ask for, checked against the shapes of the model.
+
+    Raises:
+        UsageError, SpecError, UnsupportedError: flags that contradict each other or the model.
+    """
+    from edgeqkv.errors import UsageError
+    from edgeqkv.quant import check_groups, read_recipe, uniform
+
+    if path is not None and (weights is not None or group_size is not None):
+        flag = "--group-size" if weights is None else "--weights"
+        raise UsageError(f"--recipe says how every weight is stored; leave {flag} away")
+    recipe = uniform(weights or "fp32", group_size) if path is None else read_recipe(path, spec)
+    check_groups(spec, recipe)
+    return recipe
+
+
+def _cache(
+    spec: ModelSpec, layout: str, dtype: str | None, context: int | None, backend: str
+) -> CacheSpec:
     from edgeqkv.cache import cache_spec
-    from export.lowering import Request
 
     dtype = dtype or DEFAULT_CACHE_DTYPE.get(backend, "fp32")
-    cache = cache_spec(spec, layout=layout, dtype=dtype, capacity=context)
-    return Request(model=spec, cache=cache, options=options)
+    return cache_spec(spec, layout=layout, dtype=dtype, capacity=context)
 
 
-def _row(backend: str, bundle: Path, cache: Any, artifact: Any) -> dict[str, Any]:
+def _row(backend: str, bundle: Path, request: Request, artifact: Artifact | None) -> dict[str, Any]:
+    cache = request.cache
     return {
         "backend": backend,
         "bundle": str(bundle),
+        "weights": request.weights,
         "layout": cache.layout,
         "cache_dtype": cache.dtype,
         "capacity": cache.capacity,

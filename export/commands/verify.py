@@ -35,7 +35,7 @@ def run(
     results = []
     with progress(len(bundles), "verify") as step:
         for bundle in bundles:
-            results.append(verify_bundle(bundle, decoder=decoder))
+            results.append(verify_bundle(bundle, decoder=decoder, original=True))
             step(str(bundle))
     if as_json:
         print_json([dataclasses.asdict(r) | {"passed": r.passed} for r in results])

@@ -22,7 +22,7 @@ def models(draw):
     )
 
 
-@given(models(), st.sampled_from(["fp32", "fp16"]))
+@given(models(), st.sampled_from(["fp32", "fp16", "int8"]))
 def test_shared_is_half_of_separate_and_heads_scale_linearly(model, dtype):
     separate = cache_spec(model, layout="separate", dtype=dtype)
     auto = cache_spec(model, dtype=dtype)
@@ -40,10 +40,17 @@ def test_context_that_fits_really_fits_and_one_more_does_not(model, budget):
     assert tokens * cache.bytes_per_token <= budget < (tokens + 1) * cache.bytes_per_token
 
 
-@given(models(), st.sampled_from(["fp32", "fp16"]))
+@given(models(), st.sampled_from(["fp32", "fp16", "int8"]))
 def test_round_trip(model, dtype):
     cache = cache_spec(model, dtype=dtype)
     assert CacheSpec.from_dict(cache.to_dict()) == cache
+
+
+def test_an_int8_row_carries_one_float32_scale():
+    cache = cache_spec(spec(qkv_sharing="k=v", num_key_value_heads=2), dtype="int8")
+    assert cache.bytes_per_token == 2 * 1 * 2 * (16 + 4)
+    assert cache.scale_names() == ["cache.0.kv.scale", "cache.1.kv.scale"]
+    assert cache_spec(spec()).scale_names() == []
 
 
 def test_shared_is_refused_where_key_and_value_differ():
@@ -57,7 +64,7 @@ def test_shared_is_refused_where_key_and_value_differ():
         ({"capacity": 65}, "allowed: 1 to 64"),
         ({"capacity": 0}, "capacity is 0"),
         ({"layout": "both"}, "allowed: auto, shared, separate"),
-        ({"dtype": "bf16"}, "allowed: fp32, fp16"),
+        ({"dtype": "bf16"}, "allowed: fp32, fp16, int8"),
     ],
 )
 def test_bad_requests_are_refused(arguments, words):

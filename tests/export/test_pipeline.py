@@ -111,7 +111,7 @@ def test_dry_run_writes_nothing(model, tmp_path, cli):
         (["-b", ","], "names no backend"),
         (["--max-context", "65"], "allowed: 1 to 64"),
         (["--max-context", "3"], "too small"),
-        (["--cache-dtype", "int3"], "allowed: fp32, fp16"),
+        (["--cache-dtype", "int3"], "allowed: fp32, fp16, int8"),
         (["--cache-layout", "both"], "allowed: auto, shared, separate"),
         (["--onnx-attention", "magic"], "auto"),
     ],
