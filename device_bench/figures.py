@@ -16,8 +16,9 @@ class Row:
     """One bundle at one thread count and depth; prefill and decode lines folded together.
 
     Speeds are medians over repetitions (tok/s), ``*_mad`` their median absolute deviation. Times
-    are None when interpreted. ``uss_*``: bytes the process alone holds after each stage, the last
-    two at the end of the prefill and of the decode workload. peak_rss: the larger of the two's.
+    are None when interpreted. ``anon_*``: anonymous memory and swap after each stage, bytes, the
+    last two at the end of the prefill and of the decode workload: unlike USS it does not change
+    with who else has mapped the same libraries. peak_rss: the larger of the two's.
     """
 
     name: str
@@ -49,11 +50,11 @@ class Row:
     itl_p90_ms: float | None
     itl_p95_ms: float | None
     itl_p99_ms: float | None
-    uss_baseline: int | None
-    uss_import: int | None
-    uss_load: int | None
-    uss_prefill: int | None
-    uss_decode: int | None
+    anon_baseline: int | None
+    anon_import: int | None
+    anon_load: int | None
+    anon_prefill: int | None
+    anon_decode: int | None
     peak_rss: int | None
     status: str
     sha256: str
@@ -143,11 +144,11 @@ def _row(
         itl_p90_ms=percentile(itl, 90),
         itl_p95_ms=percentile(itl, 95),
         itl_p99_ms=percentile(itl, 99),
-        uss_baseline=_uss(prefill_memory or decode_memory, "baseline"),
-        uss_import=_uss(prefill_memory or decode_memory, "after_import"),
-        uss_load=_uss(prefill_memory or decode_memory, "after_load"),
-        uss_prefill=_uss(prefill_memory, "after_prefill"),
-        uss_decode=_uss(decode_memory, "after_decode"),
+        anon_baseline=_anon(prefill_memory or decode_memory, "baseline"),
+        anon_import=_anon(prefill_memory or decode_memory, "after_import"),
+        anon_load=_anon(prefill_memory or decode_memory, "after_load"),
+        anon_prefill=_anon(prefill_memory, "after_prefill"),
+        anon_decode=_anon(decode_memory, "after_decode"),
         peak_rss=max(peaks, default=None),
         status=_worst(r.status for r in group),
         sha256=first.artifact.sha256,
@@ -158,9 +159,9 @@ def _repetitions(result: BenchResult) -> tuple[tuple[int, ...], ...]:
     return result.samples.repetitions if result.samples else ()
 
 
-def _uss(memory: Memory | None, stage: str) -> int | None:
+def _anon(memory: Memory | None, stage: str) -> int | None:
     found: Snapshot | None = getattr(memory, stage, None)
-    return found.uss if found else None
+    return found.anonymous + found.swap if found else None
 
 
 def _ms(summary: Summary | None) -> float | None:

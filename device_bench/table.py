@@ -50,11 +50,11 @@ _MEMORY: tuple[Column, ...] = (
         lambda r: short((r.process_ci95[1] - r.process_ci95[0]) / 2) if r.process_ci95 else None,
     ),
     ("\nworkspace", lambda r: short(workspace(r))),
-    ("USS\nbase", lambda r: mib(r.uss_baseline)),
-    ("MiB\nimport", lambda r: mib(r.uss_import)),
-    ("\nload", lambda r: mib(r.uss_load)),
-    ("\nprefill", lambda r: mib(r.uss_prefill)),
-    ("\ndecode", lambda r: mib(r.uss_decode)),
+    ("anon\nbase", lambda r: mib(r.anon_baseline)),
+    ("MiB\nimport", lambda r: mib(r.anon_import)),
+    ("\nload", lambda r: mib(r.anon_load)),
+    ("\nprefill", lambda r: mib(r.anon_prefill)),
+    ("\ndecode", lambda r: mib(r.anon_decode)),
 )
 _SPEED: tuple[Column, ...] = (
     *_WHO,
