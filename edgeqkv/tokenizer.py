@@ -16,7 +16,7 @@ from edgeqkv.errors import CheckpointError
 BYTE = "byte"
 TOKENIZER = "tokenizer.json"
 VOCAB, MERGES = "vocab.json", "merges.txt"
-_END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT = "<|endoftext|>"
 
 
 def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
@@ -50,6 +50,11 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
         raise CheckpointError(f"{path} is not a readable tokenizer: {reason}") from None
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether :func:`load_tokenizer` has something to read in ``folder``."""
+    return any((folder / name).is_file() for name in (TOKENIZER, VOCAB))
+
+
 def num_tokens(tokenizer: Tokenizer) -> int:
     """Ids that the tokenizer can emit lie in [0, n); gaps in its vocabulary count."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -63,8 +68,8 @@ def byte_tokenizer() -> Tokenizer:
 def _gpt2(vocab: Path) -> Tokenizer:
     ids, merges = models.BPE.read_file(str(vocab), str(vocab.with_name(MERGES)))
     tokenizer = _byte_level(ids, merges, use_regex=True)
-    if _END_OF_TEXT in ids:
-        tokenizer.add_special_tokens([AddedToken(_END_OF_TEXT, special=True)])
+    if END_OF_TEXT in ids:
+        tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
     return tokenizer
 
 

@@ -16,12 +16,18 @@ if TYPE_CHECKING:
 def run(
     source: Annotated[
         str,
-        typer.Argument(metavar="SRC", help="Checkpoint file, hf:OWNER/NAME or hf:OWNER/NAME/FILE."),
+        typer.Argument(
+            metavar="SRC",
+            help="Checkpoint file, Hugging Face GPT-2 folder, hf:OWNER/NAME or hf:OWNER/NAME/FILE.",
+        ),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="MODEL_DIR to write.")],
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="byte, tokenizer.json, or a folder with it or vocab.json + merges.txt."),
+        typer.Option(
+            help="byte, tokenizer.json, or a folder with it or vocab.json + merges.txt. "
+            "[default: what a folder SRC has]"
+        ),
     ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace MODEL_DIR if it exists.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -35,9 +41,11 @@ def run(
     from edgeqkv.files import refuse_existing
     from edgeqkv.importers import read_checkpoint
     from edgeqkv.model_dir import save_model_dir
-    from edgeqkv.tokenizer import load_tokenizer
+    from edgeqkv.tokenizer import has_tokenizer, load_tokenizer
 
     refuse_existing(output, overwrite)
+    if tokenizer is None and has_tokenizer(Path(source)):
+        tokenizer = source
     codec = load_tokenizer(tokenizer) if tokenizer is not None else None
     imported = read_checkpoint(source)
     spec, inferences = imported.spec, list(imported.inferences)

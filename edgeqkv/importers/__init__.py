@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from edgeqkv.errors import CheckpointError
-from edgeqkv.importers import hub, nanogpt, three_projections, wqkv
+from edgeqkv.importers import hf_gpt2, hub, nanogpt, three_projections, wqkv
 from edgeqkv.importers.convert import Imported, Source
 from edgeqkv.importers.read import open_checkpoint, weights
 
@@ -32,6 +32,8 @@ _FORMATS: tuple[Format, ...] = (three_projections, wqkv, nanogpt)
 def read_checkpoint(source: str) -> Imported:
     """Detect the format of ``source`` (a path or ``hf:OWNER/NAME[/FILE]``) and read it.
 
+    A folder is a Hugging Face GPT-2's.
+
     The weights stay memory-mapped where the file allows it.
 
     Raises:
@@ -40,6 +42,8 @@ def read_checkpoint(source: str) -> Imported:
         MissingDependencyError: ``hf:`` without huggingface_hub.
     """
     path = hub.fetch(source) if source.startswith(hub.PREFIX) else Path(source)
+    if path.is_dir():
+        return hf_gpt2.read(path)
     checkpoint = open_checkpoint(path)
     for format_ in _FORMATS:
         if format_.detect(checkpoint):
@@ -53,7 +57,8 @@ def read_checkpoint(source: str) -> Imported:
             return format_.convert(Source(source, format_.CONFIG, config, state))
     known = "; ".join(f"{f.NAME}: {f.STATE} + {f.CONFIG}" for f in _FORMATS)
     raise CheckpointError(
-        f"{source} is of no known format; found keys: {_keys(checkpoint)}; allowed: {known}"
+        f"{source} is of no known format; found keys: {_keys(checkpoint)}; allowed: {known}; "
+        f"{hf_gpt2.NAME}: the folder"
     )
 
 

@@ -28,8 +28,6 @@ def open_checkpoint(path: Path) -> Mapping[str, Any]:
     Raises:
         CheckpointError: not a file, not a PyTorch checkpoint, damaged, or it tries to run code.
     """
-    if path.is_dir():
-        raise CheckpointError(f"{path} is a folder; give the checkpoint file in it (.pt or .pth)")
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist")
     if path.suffix == ".safetensors":
