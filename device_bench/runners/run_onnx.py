@@ -95,7 +95,7 @@ class OnnxRunner:
         self.artifact, self.capacity, self.position = artifact, capacity, 0
         self._session = session
         self._io = session.io_binding()
-        self._logits = np.empty((1, 1, artifact.model.vocab_size), np.float32)
+        self._logits: NDArray[np.float32] = np.empty((1, 1, artifact.model.vocab_size), np.float32)
         self._bind_output("logits", self._logits)
         self._memory = CacheMemory(artifact.cache, capacity) if artifact.cache.names() else None
         self._bind = _BINDERS[artifact.formulation](self)
@@ -128,7 +128,7 @@ class OnnxRunner:
             chunk = self.artifact.prefill_chunk
         for i in range(0, ids.size, chunk):
             self._step(ids[i : i + chunk])
-        return self._logits[0, 0].copy()
+        return self._logits.reshape(-1).copy()
 
     def decode(self, token: int) -> NDArray[np.float32]:
         if self._memory is None:
@@ -138,7 +138,7 @@ class OnnxRunner:
         ids = np.array([token], np.int64)
         check_tokens(self, ids)
         self._step(ids)
-        return self._logits[0, 0].copy()
+        return self._logits.reshape(-1).copy()
 
     def cache_regions(self) -> list[tuple[int, int]]:
         return [] if self._memory is None else [(self._memory.start, self._memory.nbytes)]

@@ -13,40 +13,51 @@ import torch
 from torch import Tensor
 
 from edgeqkv.attention import Attend
+from edgeqkv.spec import ModelSpec
 
 
 def gemm_prefix(
-    pasts: Sequence[Sequence[Sequence[Tensor]]], scale: float, present: Callable[[Tensor], None]
+    spec: ModelSpec,
+    pasts: Sequence[Sequence[Sequence[Tensor]]],
+    new: int,
+    present: Callable[[Tensor], None],
 ) -> Attend:
     """Plain matrix products against prefix views of the cache, softmax over [past, current].
 
     pasts[layer][role][head] is a view [T, D] of the rows already cached; one role means that the
-    same rows are read as key and as value. All R query heads of a group are the rows of one GEMM,
-    so each cached row is read once per group. ``present`` receives the new rows [S, D] in the same
-    order. A half-precision cache is cast one view at a time, right where it is read.
+    same rows are read as key and as value. The S*R query rows of a group are one operand, so each
+    cached row is read once per group. ``present`` receives the new rows [S, D] in the same order.
+    A half-precision cache is widened one view at a time, where it is read.
     """
+    past, dim = pasts[0][0][0].shape
+    groups = spec.num_key_value_heads
+    rows = spec.num_attention_heads // groups
+    mask = causal_mask(new)[:, None]
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        _, new, heads, dim = q.shape
-        groups = k.shape[2]
-        rows = heads // groups
-        views = pasts[layer]
-        current = [t.view(new, groups, dim) for t in ((k,) if len(views) == 1 else (k, v))]
-        for role, tensor in zip(views, current, strict=True):
-            for past, row in zip(role, tensor.unbind(1), strict=True):
-                present(row.to(past.dtype))
-        reads = [[past.to(q.dtype) for past in role] for role in views]
-        k_new, v_new = (t.transpose(0, 1) for t in (current[0], current[-1]))
-        # [G, R*S, D], query head major; the scale costs least here.
-        q = (q * scale).view(new, groups, rows, dim).permute(1, 2, 0, 3).reshape(groups, -1, dim)
-        on_past = torch.stack([q[g] @ past.transpose(0, 1) for g, past in enumerate(reads[0])])
-        on_new = (q @ k_new.transpose(1, 2)).view(groups, rows, new, new) + causal_mask(new)
-        scores = torch.cat([on_past, on_new.view(groups, rows * new, new)], dim=-1)
-        p_past, p_new = torch.softmax(scores, dim=-1).split([reads[0][0].shape[0], new], dim=-1)
-        out = torch.stack([p_past[g] @ past for g, past in enumerate(reads[-1])]) + p_new @ v_new
-        return out.view(groups, rows, new, dim).permute(2, 0, 1, 3).reshape(1, new, heads * dim)
+        current = [t.view(new, groups, dim) for t in (k, v)[: len(pasts[layer])]]
+        for views, tensor in zip(pasts[layer], current, strict=True):
+            for g, view in enumerate(views):
+                present(tensor[:, g].to(view.dtype))
+        cached = [[view.to(q.dtype) for view in views] for views in pasts[layer]]
+        k_new, v_new = current[0].permute(1, 2, 0), current[-1].transpose(0, 1)
+        q = (q * spec.attention_scale).view(new, groups, rows, dim).transpose(0, 1)
+        q = q.reshape(groups, new * rows, dim)
+        on_past = _per_group(q, [view.t() for view in cached[0]])
+        on_new = torch.bmm(q, k_new).view(groups, new, rows, new) + mask
+        scores = torch.cat([on_past, on_new.view(groups, new * rows, new)], dim=-1)
+        p_past, p_new = torch.softmax(scores, dim=-1).split_with_sizes([past, new], dim=-1)
+        out = _per_group(p_past, cached[-1]) + torch.bmm(p_new, v_new)
+        return out.view(groups, new, rows, dim).transpose(0, 1).reshape(1, new, spec.query_size)
 
     return attend
+
+
+def _per_group(left: Tensor, rights: Sequence[Tensor]) -> Tensor:
+    """left [G, M, K], G matrices [K, N] that lie apart in memory -> [G, M, N]."""
+    if len(rights) == 1:
+        return torch.mm(left.squeeze(0), rights[0])[None]  # views, not a stack of one
+    return torch.stack([torch.mm(a, b) for a, b in zip(left.unbind(0), rights, strict=True)])
 
 
 def causal_mask(new: int) -> Tensor:
@@ -56,9 +67,9 @@ def causal_mask(new: int) -> Tensor:
 
 
 def gqa_aliased(
+    spec: ModelSpec,
     pasts: Sequence[Sequence[Tensor]],
     total: Tensor,
-    scale: float,
     present: Callable[[Tensor], None],
 ) -> Attend:
     """com.microsoft GroupQueryAttention whose past and present are to be bound to one buffer.
@@ -69,15 +80,19 @@ def gqa_aliased(
     bound to the memory of the past.
     """
     last = (total - 1).view(1)
+    attributes = {
+        "num_heads": spec.num_attention_heads,
+        "kv_num_heads": spec.num_key_value_heads,
+        "scale": spec.attention_scale,
+    }
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         past_k, past_v = pasts[layer][0], pasts[layer][-1]
-        heads, groups = q.shape[2], k.shape[2]
         q, k, v = (t.flatten(2).to(past_k.dtype) for t in (q, k, v))
         out, present_k, present_v = torch.onnx.ops.symbolic_multi_out(
             "com.microsoft::GroupQueryAttention",
             (q, k, v, past_k, past_v, last, total),
-            attrs={"num_heads": heads, "kv_num_heads": groups, "scale": scale},
+            attrs=attributes,
             dtypes=(q.dtype, past_k.dtype, past_v.dtype),
             shapes=(q.shape, past_k.shape, past_v.shape),
             version=1,

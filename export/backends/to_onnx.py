@@ -77,8 +77,8 @@ class _Gemm(nn.Module):
             for _ in range(self.cache.num_layers)
         ]
         rows: list[Tensor] = []
-        new, scale = input_ids.shape[1], self.decoder.spec.attention_scale
-        attend = gemm_prefix(nested, new, scale, rows.append)
+        new = input_ids.shape[1]
+        attend = gemm_prefix(self.decoder.spec, nested, new, rows.append)
         positions = torch.arange(new) + pasts[0].shape[0]
         return logits(self.decoder, input_ids, positions, attend), *rows
 
@@ -92,7 +92,7 @@ class _Gqa(nn.Module):
         flat = iter(pasts)
         nested = [[next(flat) for _ in self.cache.roles] for _ in range(self.cache.num_layers)]
         presents: list[Tensor] = []
-        attend = gqa_aliased(nested, total, self.decoder.spec.attention_scale, presents.append)
+        attend = gqa_aliased(self.decoder.spec, nested, total, presents.append)
         new = input_ids.shape[1]
         positions = torch.arange(new) + (total.to(torch.int64) - new)
         return logits(self.decoder, input_ids, positions, attend), *presents
@@ -152,6 +152,7 @@ def lower(decoder: Decoder, request: Request, directory: Path) -> Lowered:
         )
         assert program is not None
         program.save(path, external_data=True)
+        strip(path)
         onnx.checker.check_model(path)
     return Lowered(
         entry=ENTRY,
@@ -164,23 +165,39 @@ def lower(decoder: Decoder, request: Request, directory: Path) -> Lowered:
     )
 
 
+def strip(path: Path) -> None:
+    """Drop what the exporter notes for debugging: stack traces with this machine's paths, shapes of
+    every intermediate value. It is most of the file of a small model, and runtimes read none of it.
+    """
+    import onnx
+
+    model = onnx.load(path, load_external_data=False)
+    graph = model.graph
+    del graph.value_info[:]
+    for item in (model, graph, *graph.node, *graph.input, *graph.output, *graph.initializer):
+        del item.metadata_props[:]
+        item.ClearField("doc_string")
+    onnx.save(model, path)
+
+
 def _program(
     decoder: Decoder, cache: CacheSpec, chosen: str
 ) -> tuple[nn.Module, tuple[Any, ...], Any, list[str], list[str]]:
     """(module, example arguments, dynamic shapes, input names, output names)."""
-    dynamic = torch.export.Dim.DYNAMIC
+    # One symbol for all views: fewer guards to prove, and the names of the file's dynamic axes.
+    new_axis, past_axis, capacity_axis = (torch.export.Dim(n, min=0) for n in ("S", "T", "C"))
     new, past, dim, groups = 3, 5, cache.head_dim, cache.num_key_value_heads
     ids = torch.zeros(1, new, dtype=torch.int64)
     dtype = _TORCH_DTYPES[cache.dtype]
     if chosen == "full":
-        return _Full(decoder), (ids,), ({1: dynamic},), ["input_ids"], ["logits"]
+        return _Full(decoder), (ids,), ({1: new_axis},), ["input_ids"], ["logits"]
     if chosen == "gemm-prefix":
         names = [f"{name}.{g}" for name in cache.names() for g in range(groups)]
         views = [torch.zeros(past, dim, dtype=dtype) for _ in names]
         return (
             _Gemm(decoder, cache),
             (ids, views),
-            ({1: dynamic}, [{0: dynamic} for _ in names]),
+            ({1: new_axis}, [{0: past_axis} for _ in names]),
             ["input_ids", *(f"past.{n}" for n in names)],
             ["logits", *(f"present.{n}" for n in names)],
         )
@@ -194,7 +211,7 @@ def _program(
     return (
         _Gqa(decoder, cache),
         (ids, torch.tensor(past + new, dtype=torch.int32), buffers),
-        ({1: dynamic}, None, [{2: dynamic} for _ in names]),
+        ({1: new_axis}, None, [{2: capacity_axis} for _ in names]),
         ["input_ids", "total_sequence_length", *(f"past.{n}" for n in names)],
         ["logits", *(f"present.{n}" for n in out)],
     )
