@@ -48,8 +48,9 @@ class Attention(nn.Module):
             q = x + q
         elif spec.query_mode == "residual_gelu":
             q = x + F.gelu(q)
-        heads = (*x.shape[:2], spec.num_attention_heads, spec.head_dim)
-        groups = (*x.shape[:2], spec.num_key_value_heads, spec.head_dim)
+        # -1, not x.shape[1]: XNNPACK delegates a view only when no size in it is symbolic.
+        heads = (x.shape[0], -1, spec.num_attention_heads, spec.head_dim)
+        groups = (x.shape[0], -1, spec.num_key_value_heads, spec.head_dim)
         k = k.view(groups)
         return q.view(heads), k, k if spec.key_is_value else v.view(groups)
 
