@@ -142,12 +142,12 @@ def _from_smaps(merged: Sequence[tuple[int, int]]) -> int | None:
 def tokens_per_page(cache: CacheSpec) -> int:
     """Least number of tokens whose rows fill whole pages of every cache tensor.
 
-    The finest contiguous run is one head's row, head_dim * itemsize bytes. Depths that are
-    multiples of this leave every run at the same offset in its page, so that the resident bytes
-    grow by exactly the rows written, wherever the runs start.
+    The finest contiguous runs are one head's rows, head_dim * itemsize bytes a token, and its scales.
+    Depths that are multiples of this leave every run at the same offset in its page, so that the
+    resident bytes grow by exactly the rows written, wherever the runs start.
     """
-    row = cache.head_dim * cache.itemsize
-    return mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, row)
+    rows = (cache.head_dim * cache.itemsize, cache.scale_itemsize)
+    return math.lcm(*(mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, row) for row in rows if row))
 
 
 def slope_depths(cache: CacheSpec, capacity: int, *, want: int = 8, least: int = 6) -> list[int]:

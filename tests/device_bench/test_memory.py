@@ -96,15 +96,15 @@ caches = st.builds(
     num_key_value_heads=st.integers(1, 32),
     head_dim=st.integers(1, 256),
     capacity=st.integers(1, 33_000),
-    dtype=st.sampled_from(["fp32", "fp16"]),
+    dtype=st.sampled_from(["fp32", "fp16", "int8"]),
 )
 
 
 @given(caches)
 def test_depths_fill_whole_pages_and_fit(cache):
     unit = memory.tokens_per_page(cache)
-    row = cache.head_dim * cache.itemsize
-    assert unit * row % PAGE == 0
+    assert unit * cache.head_dim * cache.itemsize % PAGE == 0
+    assert unit * cache.scale_itemsize % PAGE == 0
     depths = memory.slope_depths(cache, cache.capacity)
     if not depths:
         assert cache.capacity // unit < 6
