@@ -72,6 +72,16 @@ class Artifact:
         extra = (GOLDEN, TOKENIZER)
         return sum(f.nbytes for name, f in self.files.items() if name not in extra)
 
+    @property
+    def numerics(self) -> str:
+        """The coarsest number format that the bundle computes with: int4, int8, fp16 or fp32."""
+        found = {
+            self.cache.dtype,
+            *self.quantisation.recipe.schemes,
+            self.details.get("compute_precision"),
+        }
+        return next((name for name in ("int4", "int8", "fp16") if name in found), "fp32")
+
 
 @dataclasses.dataclass(frozen=True)
 class Golden:

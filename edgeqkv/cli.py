@@ -16,7 +16,18 @@ from edgeqkv import __version__
 from edgeqkv.errors import EXIT_ERROR, EXIT_INTERRUPTED, EdgeQKVError
 
 # The order of `edgeqkv --help`: the order in which the main job uses them. Plug-ins follow.
-ORDER = ("import", "train", "init", "inspect", "export", "verify", "audit", "generate", "bench")
+ORDER = (
+    "import",
+    "train",
+    "init",
+    "inspect",
+    "export",
+    "verify",
+    "audit",
+    "eval",
+    "generate",
+    "bench",
+)
 
 
 class Commands(TyperGroup):

@@ -59,16 +59,6 @@ class Verification:
         return self.failure is None
 
 
-def numerics(artifact: Artifact) -> str:
-    """Which row of THRESHOLDS applies: the coarsest format in the bundle."""
-    found = {
-        artifact.cache.dtype,
-        *artifact.quantisation.recipe.schemes,
-        artifact.details.get("compute_precision"),
-    }
-    return next((name for name in ("int4", "int8", "fp16") if name in found), "fp32")
-
-
 def verify_bundle(
     bundle: Path, *, decoder: Decoder | None = None, original: bool = False
 ) -> Verification:
@@ -83,7 +73,7 @@ def verify_bundle(
     artifact = runner.artifact
     ids, prompt, expected = _reference(bundle, artifact, decoder)
     used = artifact.model.used_tokens
-    limits = (QUALITY if original else THRESHOLDS)[numerics(artifact)]
+    limits = (QUALITY if original else THRESHOLDS)[artifact.numerics]
     rounded = bool(artifact.quantisation.recipe.rules)
     model = "unquantised model" if original and rounded else "eager model"
     comparisons = []
@@ -114,7 +104,7 @@ def verify_bundle(
         engine=runner.engine,
         interpreted=runner.interpreted,
         reference="golden vectors" if decoder is None else model,
-        numerics=numerics(artifact),
+        numerics=artifact.numerics,
         comparisons=tuple(comparisons),
         failure=_failure(comparisons, limits),
     )
