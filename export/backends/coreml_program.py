@@ -82,8 +82,8 @@ class StatefulDecoder(nn.Module):
 class StatelessDecoder(nn.Module):
     """The same inputs and output for a model that is not causal: the whole sequence at once.
 
-    The position term of (Q=K-V)+ is a sum of a row and a column term (arXiv 2606.04032's features
-    are), so each layer stores two vectors of ``capacity`` instead of a matrix.
+    The position term of (Q=K-V)+ (arXiv 2606.04032) is a row term, a column term and a constant.
+    Softmax over a row cancels all but the column term, so each layer stores that vector alone.
     """
 
     def __init__(self, decoder: Decoder, capacity: int) -> None:
@@ -94,13 +94,10 @@ class StatelessDecoder(nn.Module):
             half = (m + 1) // 2
             for i in range(decoder.spec.num_hidden_layers):
                 pos_w = decoder.get_parameter(f"h.{i}.attn.pos_w").detach()
-                pos_b = decoder.get_parameter(f"h.{i}.attn.pos_b").detach()
-                self.register_buffer(f"row_{i}", features[:, 0, :half] @ pos_w[:half] + pos_b)
                 self.register_buffer(f"column_{i}", features[0, :, half:] @ pos_w[half:])
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         spec = self.decoder.spec
-
         heads, groups = spec.num_attention_heads, spec.num_key_value_heads
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -112,8 +109,7 @@ class StatelessDecoder(nn.Module):
             q = q.reshape(groups, heads // groups, -1, spec.head_dim)
             scores = q @ keys.transpose(2, 3)
             if spec.score_position_features:
-                row, column = self.get_buffer(f"row_{layer}"), self.get_buffer(f"column_{layer}")
-                scores = scores + (row[positions][:, None] + column[positions][None])
+                scores = scores + self.get_buffer(f"column_{layer}")[positions]
             out = (scores.softmax(-1) @ values).reshape(heads, -1, spec.head_dim)
             return out.transpose(0, 1).reshape(1, -1, spec.query_size)
 

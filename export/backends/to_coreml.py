@@ -54,13 +54,16 @@ def check(request: Request) -> None:
             f"coreml: cache dtype is {request.cache.dtype}; Core ML states are float16 only, "
             "allowed: fp16 (give --cache-dtype fp16)"
         )
-    if request.weights != "fp32":
-        raise UnsupportedError(
-            f"coreml: weights {request.weights!r} are not supported; allowed: fp32 (not quantised)"
-        )
     if precision(request) not in PRECISIONS:
         raise UnsupportedError(
             f"coreml: coreml_precision is {precision(request)!r}; allowed: {', '.join(PRECISIONS)}"
+        )
+    # Floating weights are stored in what the program computes in; fp32 asks for no rounding first.
+    allowed = ("fp32", "fp16") if precision(request) == "fp16" else ("fp32",)
+    if request.recipe.schemes - set(allowed):
+        raise UnsupportedError(
+            f"coreml: weights {request.weights} are not supported with {precision(request)} compute; "
+            f"allowed: {', '.join(allowed)}"
         )
     if importlib.util.find_spec("coremltools") is None:
         raise MissingDependencyError(

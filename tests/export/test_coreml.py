@@ -19,6 +19,7 @@ from edgeqkv.attention import Attend
 from edgeqkv.cache import cache_spec
 from edgeqkv.errors import BundleError, UnsupportedError
 from edgeqkv.model import Decoder
+from edgeqkv.quant import uniform
 from edgeqkv.spec import ModelSpec
 from export.backends import to_coreml
 from export.backends.read_coreml import read
@@ -150,13 +151,25 @@ def test_capacity_of_one(tmp_path: Path) -> None:
     ("dtype", "weights", "options", "message"),
     [
         ("fp32", "fp32", {}, "cache dtype is fp32; Core ML states are float16 only, allowed: fp16"),
-        ("fp16", "int4", {}, "weights 'int4' are not supported; allowed: fp32"),
+        ("int8", "fp32", {}, "cache dtype is int8; Core ML states are float16 only, allowed: fp16"),
+        (
+            "fp16",
+            "int4",
+            {},
+            "weights int4 are not supported with fp16 compute; allowed: fp32, fp16",
+        ),
+        (
+            "fp16",
+            "fp16",
+            {"coreml_precision": "fp32"},
+            "weights fp16 .* fp32 compute; allowed: fp32",
+        ),
         ("fp16", "fp32", {"coreml_precision": "bf16"}, "'bf16'; allowed: fp16, fp32"),
     ],
 )
 def test_refused(dtype: str, weights: str, options: dict[str, str], message: str) -> None:
     model = CAUSAL["q-mqa"]
-    request = Request(model, cache_spec(model, dtype=dtype), weights, options)
+    request = Request(model, cache_spec(model, dtype=dtype), uniform(weights), options)
     with pytest.raises(UnsupportedError, match=message):
         to_coreml.check(request)
 
@@ -231,6 +244,15 @@ def test_state_written_twice(bundle: Any, tmp_path: Path) -> None:
     _, made = bundle(CAUSAL["q-mqa"])
     facts = read(*edited(made, tmp_path / "b", change))
     assert facts.cache_copies == ("cache_0_kv is written 2 times per step",)
+
+
+def test_state_updated_from_another_state(bundle: Any, tmp_path: Path) -> None:
+    def change(_: Any, block: Any) -> None:
+        bound(first(block, "slice_update"), "x").name = "read_state_1"
+
+    _, made = bundle(CAUSAL["q-mqa"])
+    (found,) = read(*edited(made, tmp_path / "b", change)).cache_copies
+    assert found.startswith("cache_0_kv is rewritten whole: ")
 
 
 def test_cache_repeated_for_the_query_heads(bundle: Any, tmp_path: Path) -> None:
