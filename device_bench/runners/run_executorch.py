@@ -16,6 +16,9 @@ from edgeqkv.runner import check_tokens
 
 FORMULATIONS = ("plain-bmm", "custom-sdpa", "full")
 
+# The bench imports it first, to tell its memory and time from load's; it brings torch along.
+RUNTIME = "executorch.extension.pybindings.portable_lib"
+
 
 def load(artifact: Artifact, directory: Path, *, threads: int, capacity: int) -> ExecutorchRunner:
     """Load the method of ``capacity`` and run it once, which is when the runtime really loads it.
