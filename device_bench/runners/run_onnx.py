@@ -49,6 +49,9 @@ def _session(path: Path, threads: int) -> Any:
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 4  # fatal only: errors arrive as exceptions
+    # Weights stay the mapped pages of the file, a tied embedding one of them; packing would copy
+    # each into private memory, for a decode that is no faster.
+    options.add_session_config_entry("session.disable_prepacking", "1")
     try:
         return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as e:  # onnxruntime raises its own classes, derived from Exception only
@@ -67,22 +70,20 @@ class CacheMemory:
 
     def __init__(self, cache: CacheSpec, capacity: int) -> None:
         segment = cache.num_key_value_heads * capacity * cache.head_dim * cache.itemsize
-        self._stride = -(-segment // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.nbytes = self._stride * len(cache.names())
+        self.stride = -(-segment // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.nbytes = self.stride * len(cache.names())
         self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # A huge page would make 2 MiB resident for the first token.
+        self._map.madvise(mmap.MADV_NOHUGEPAGE)
         self.array = np.frombuffer(self._map, np.uint8)
         self.start = self.array.ctypes.data
 
     def address(self, tensor: int) -> int:
-        return self.start + tensor * self._stride
+        return self.start + tensor * self.stride
 
     def release(self) -> None:
         """Give every page back to the system; reads as zeros."""
         self._map.madvise(mmap.MADV_DONTNEED)
-
-    def close(self) -> None:
-        del self.array
-        self._map.close()
 
 
 class OnnxRunner:
@@ -144,9 +145,8 @@ class OnnxRunner:
         return [] if self._memory is None else [(self._memory.start, self._memory.nbytes)]
 
     def close(self) -> None:
-        del self._io, self._bind, self._session
-        if self._memory is not None:
-            self._memory.close()
+        """The mapping goes when nothing refers to it any more."""
+        del self._io, self._bind, self._session, self._memory
 
 
 Binder = Callable[[int, int], None]  # (tokens held, tokens new) -> None

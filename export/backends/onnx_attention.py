@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ def gqa_aliased(
     bound to the memory of the past.
     """
     last = (total - 1).view(1)
-    attributes = {
+    attributes: dict[str, Any] = {
         "num_heads": spec.num_attention_heads,
         "kv_num_heads": spec.num_key_value_heads,
         "scale": spec.attention_scale,

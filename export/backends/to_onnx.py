@@ -28,10 +28,12 @@ from export.lowering import Lowered, Request
 
 ENTRY = "model.onnx"
 OPSET = 21
-PREFILL_CHUNK = 512
+# Tokens of one prefill call. Beyond it only the workspace for scores grows (see the commit).
+PREFILL_CHUNK = 128
 WEIGHTS = ("fp32",)
 ATTENTION = {"gemm": "gemm-prefix", "gqa": "gqa-aliased"}
-GEMM_MAX_KV_HEADS = 4
+# (most key/value heads, formulation), first that fits. Measured, see the commit that set it.
+FORMULATION_OF_KV_HEADS = ((4, "gemm-prefix"), (2**31, "gqa-aliased"))
 _TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
 
@@ -59,9 +61,10 @@ def formulation(request: Request) -> str:
     if request.cache.layout == "none":
         return "full"
     chosen = request.options.get("onnx_attention", "auto")
-    if chosen == "auto":
-        chosen = "gemm" if request.cache.num_key_value_heads <= GEMM_MAX_KV_HEADS else "gqa"
-    return ATTENTION[chosen]
+    if chosen != "auto":
+        return ATTENTION[chosen]
+    groups = request.cache.num_key_value_heads
+    return next(name for most, name in FORMULATION_OF_KV_HEADS if groups <= most)
 
 
 class _Gemm(nn.Module):
@@ -151,7 +154,7 @@ def lower(decoder: Decoder, request: Request, directory: Path) -> Lowered:
             verbose=False,
         )
         assert program is not None
-        program.save(path, external_data=True)
+        program.save(path, external_data=True)  # mapped by the runtime; inline it would be copied
         strip(path)
         onnx.checker.check_model(path)
     return Lowered(
