@@ -26,21 +26,20 @@ _clock = time.perf_counter_ns
 
 
 def import_runtime(artifact: Artifact, bundle: Path) -> int | None:
-    """Import the SDK that the runner's module names as RUNTIME; its time in ns, None if unnamed.
+    """Import the modules that the runner's module names in RUNTIME; their time in ns, None if unnamed.
 
     A missing SDK is left to ``load_runner``, which says how to install it.
     """
     module = importlib.import_module(runner_entry(artifact, bundle).module)
-    name = getattr(module, "RUNTIME", None)
-    if name is None:
-        return None
+    names = getattr(module, "RUNTIME", "").split()
     start = _clock()
     try:
         with quiet():
-            importlib.import_module(name)
+            for name in names:
+                importlib.import_module(name)
     except ImportError:
         return None
-    return _clock() - start
+    return _clock() - start if names else None
 
 
 def run_once(runner: Runner, workload: Workload, ids: NDArray[np.int64]) -> tuple[int, ...]:
@@ -82,8 +81,10 @@ def time_pass(artifact: Artifact, bundle: Path, workload: Workload) -> tuple[Sam
         start = _clock()
         runner.prefill(ids[:1])
         first_call_ns = _clock() - start
-        warmup = run_once(runner, workload, ids)
-        repetitions = tuple(run_once(runner, workload, ids) for _ in range(workload.repetitions))
+        # An interpreter's time says nothing: one run shows that the workload runs at all.
+        warmup = () if runner.interpreted else run_once(runner, workload, ids)
+        count = 1 if runner.interpreted else workload.repetitions
+        repetitions = tuple(run_once(runner, workload, ids) for _ in range(count))
         samples = Samples(import_ns, load_ns, first_call_ns, warmup, repetitions)
         return samples, runner.engine, runner.interpreted
     finally:

@@ -16,8 +16,9 @@ from edgeqkv.runner import check_tokens
 
 FORMULATIONS = ("plain-bmm", "custom-sdpa", "full")
 
-# The bench imports it first, to tell its memory and time from load's; it brings torch along.
-RUNTIME = "executorch.extension.pybindings.portable_lib"
+# The bench imports these first, to tell their memory and time from load's. The extension needs the
+# libraries that torch loads; the wrapper around it, portable_lib, would import the whole exporter.
+RUNTIME = "torch executorch.extension.pybindings._C"
 
 
 def load(artifact: Artifact, directory: Path, *, threads: int, capacity: int) -> ExecutorchRunner:
@@ -39,31 +40,34 @@ def load(artifact: Artifact, directory: Path, *, threads: int, capacity: int) ->
     with quiet():
         try:
             import torch
-            from executorch.extension.pybindings import portable_lib
+            from executorch.extension.pybindings import _C
 
             if artifact.formulation == "custom-sdpa":
-                import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401
+                _load_custom_ops(torch)
         except ImportError as e:
             raise MissingDependencyError(
                 f"running an ExecuTorch bundle needs {e.name}; pip install 'edgeqkv[executorch]'"
             ) from None
         torch.set_num_threads(threads)
-        portable_lib._unsafe_reset_threadpool(threads)
-        arena = artifact.details.get("cache_arena_bytes", {}).get(str(capacity))
-        others = frozenset(malloc_chunks.find(arena)) if arena else frozenset()
+        _C._unsafe_reset_threadpool(threads)
         try:
             # Not runtime.Program: its arenas are sized for the largest method of the file.
-            module = portable_lib._load_for_executorch(str(path))
+            module = _C._load_for_executorch(str(path))
             runner = ExecutorchRunner(artifact, module, capacity)
             runner.prefill(np.zeros(1, np.int64))
         except RuntimeError as e:
             reason = (str(e).strip().splitlines() or ["RuntimeError"])[0]
             raise BundleError(f"{path} cannot be loaded by executorch: {reason}") from None
     runner.reset()
-    if arena:
-        found = malloc_chunks.find(arena, others)
-        runner._regions = [(found[0], arena)] if len(found) == 1 else None
     return runner
+
+
+def _load_custom_ops(torch: Any) -> None:
+    """Load the library of the ``llama::`` kernels; its Python module would import the exporter too."""
+    from executorch.extension.llm import custom_ops
+
+    (library,) = Path(custom_ops.__path__[0]).glob("*custom_ops_aot_lib.*")
+    torch.ops.load_library(library)
 
 
 class ExecutorchRunner:
@@ -79,7 +83,6 @@ class ExecutorchRunner:
         self._module: Any = module
         self._method = f"forward_{capacity}"
         self._tensor, self._arange = torch.from_numpy, torch.arange
-        self._regions: list[tuple[int, int]] | None = None if artifact.cache.names() else []
 
     def _step(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         inputs = [self._tensor(ids[None])]
@@ -113,7 +116,17 @@ class ExecutorchRunner:
         return self._step(ids)
 
     def cache_regions(self) -> list[tuple[int, int]] | None:
-        return self._regions
+        """The arena of the cache, told from the rest of the heap by its size (see malloc_chunks).
+
+        None unless exactly one block has that size: MALLOC_MMAP_THRESHOLD_ was not set when the
+        process started, the arena is smaller than it, or another runner is loaded too.
+        """
+        if not self.artifact.cache.names():
+            return []
+        arenas = self.artifact.details.get("cache_arena_bytes", {})
+        arena = arenas.get(str(self.capacity)) if isinstance(arenas, dict) else None
+        found = malloc_chunks.find(arena) if isinstance(arena, int) else []
+        return [(found[0], arena)] if len(found) == 1 and isinstance(arena, int) else None
 
     def close(self) -> None:
         self._module = None
