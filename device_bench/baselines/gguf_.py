@@ -1,0 +1,200 @@
+"""Baseline ``gguf``: the weights as llama.cpp's gpt2, run by llama-cpp-python.
+
+llama.cpp keeps keys and values in fp16 and reserves them for the whole context at load. Its gpt2 has
+one GELU, the tanh approximation, so that logits of a model with the exact one differ a little; what
+is measured, memory and time, does not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from device_bench.baselines.bundle import finish
+from device_bench.baselines.gpt2 import Tensors, as_qkv, fused, read_model_dir
+from edgeqkv.artifact import Artifact, inside
+from edgeqkv.errors import BundleError, MissingDependencyError
+from edgeqkv.files import new_folder
+from edgeqkv.quiet import quiet
+from edgeqkv.runner import check_tokens
+from edgeqkv.spec import ModelSpec
+
+BACKEND, ENTRY = "gguf", "model.gguf"
+RUNTIME = "llama_cpp"  # what the bench imports before it times the load
+BATCH = 512  # llama.cpp's default: tokens per call of the program
+CONTEXT_STEP = 256  # llama.cpp rounds a context up to a multiple of it
+# Our name of a tensor of one layer -> GGUF's; weights are (out, in) in both.
+_LAYER = {
+    "ln_1": "attn_norm",
+    "attn.o_proj": "attn_output",
+    "ln_2": "ffn_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
+_TOP = {
+    "wte.weight": "token_embd.weight",
+    "wpe.weight": "position_embd.weight",
+    "ln_f.weight": "output_norm.weight",
+    "ln_f.bias": "output_norm.bias",
+    "lm_head.weight": "output.weight",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Declared:
+    bytes_per_token: int
+
+
+def write(model_dir: Path, target: Path) -> Artifact:
+    """MODEL_DIR -> GGUF of float32 weights, without a tokenizer -> bundle ``target``.
+
+    Grouped key/value heads stay grouped: llama.cpp reads them as they are.
+    """
+    original, tensors = read_model_dir(model_dir)
+    converted, tensors = as_qkv(original, tensors, grouped=True)
+    with new_folder(target) as folder:
+        write_gguf(folder / ENTRY, converted, tensors, name=model_dir.resolve().name)
+        exact = converted.hidden_act == "gelu"
+        return finish(
+            folder,
+            model_dir,
+            backend=BACKEND,
+            entry=ENTRY,
+            converted=converted,
+            original=original,
+            cache_dtype="fp16",
+            cache_mode="static",
+            formulation="llama.cpp",
+            capacities=_capacities(converted.max_position_embeddings),
+            tools=("gguf",),
+            details={"hidden_act": "tanh approximation"} if exact else {},
+        )
+
+
+def _capacities(positions: int) -> list[int]:
+    """Up to four contexts evenly apart, of which a slope of the memory reserved at load is made."""
+    steps = positions // CONTEXT_STEP
+    even = {CONTEXT_STEP * -(-steps * i // 4) for i in range(1, 5)} if steps else set()
+    return sorted(even | {positions})
+
+
+def write_gguf(path: Path, spec: ModelSpec, tensors: Tensors, *, name: str) -> None:
+    """``tensors`` of :func:`as_qkv`.
+
+    Raises:
+        MissingDependencyError: no gguf.
+    """
+    try:
+        from gguf import GGUFWriter
+    except ImportError:
+        raise MissingDependencyError(
+            "baseline gguf needs gguf; pip install 'edgeqkv[gguf]'"
+        ) from None
+    writer = GGUFWriter(path, "gpt2")
+    writer.add_name(name)
+    writer.add_vocab_size(spec.vocab_size)
+    writer.add_context_length(spec.max_position_embeddings)
+    writer.add_embedding_length(spec.hidden_size)
+    writer.add_block_count(spec.num_hidden_layers)
+    writer.add_feed_forward_length(spec.intermediate_size)
+    writer.add_head_count(spec.num_attention_heads)
+    writer.add_head_count_kv(spec.num_key_value_heads)
+    writer.add_layer_norm_eps(spec.layer_norm_eps)
+    writer.add_tokenizer_model("none")
+    for key, tensor in gguf_tensors(spec, tensors).items():
+        writer.add_tensor(key, np.ascontiguousarray(tensor))
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
+
+
+def gguf_tensors(spec: ModelSpec, tensors: Tensors) -> Tensors:
+    """The tensors under llama.cpp's names, q, k and v of a layer as one."""
+    out = {theirs: tensors[ours] for ours, theirs in _TOP.items() if ours in tensors}
+    for i in range(spec.num_hidden_layers):
+        for kind in ("weight", "bias"):
+            out[f"blk.{i}.attn_qkv.{kind}"] = fused(tensors, i, kind)
+            for ours, theirs in _LAYER.items():
+                out[f"blk.{i}.{theirs}.{kind}"] = tensors[f"h.{i}.{ours}.{kind}"]
+    return out
+
+
+def declared(artifact: Artifact, directory: Path) -> Declared:
+    """Bytes of cache per token that the file's own metadata lead llama.cpp to reserve, in fp16."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(inside(directory, artifact.entry))
+
+    def size(key: str) -> int:
+        return int(reader.fields[f"gpt2.{key}"].contents())
+
+    heads = size("attention.head_count")
+    dim = size("embedding_length") // heads
+    return Declared(size("block_count") * 2 * size("attention.head_count_kv") * dim * 2)
+
+
+def load(artifact: Artifact, directory: Path, *, threads: int, capacity: int) -> GgufRunner:
+    """Open the file with ``llama_cpp.Llama``; ``capacity`` tokens of cache are reserved now.
+
+    Raises:
+        MissingDependencyError: no llama-cpp-python. BundleError: it cannot load the file.
+    """
+    path = inside(directory, artifact.entry)
+    with quiet():
+        try:
+            import llama_cpp
+        except (ImportError, OSError, RuntimeError) as e:  # the last two: its library does not load
+            raise MissingDependencyError(
+                f"running a gguf baseline needs llama-cpp-python ({e}); pip install 'edgeqkv[gguf]'"
+            ) from None
+        try:
+            model = llama_cpp.Llama(
+                str(path),
+                n_ctx=capacity,
+                n_batch=BATCH,
+                n_threads=threads,
+                n_threads_batch=threads,
+                verbose=False,
+            )
+        except (ValueError, RuntimeError) as e:
+            raise BundleError(f"{path} cannot be loaded by llama.cpp: {e}") from None
+    return GgufRunner(artifact, model, llama_cpp.llama_get_logits_ith, capacity)
+
+
+class GgufRunner:
+    """See ``edgeqkv.runner.Runner``."""
+
+    engine = "llama.cpp"
+    interpreted = False
+
+    def __init__(self, artifact: Artifact, model: Any, get_logits: Any, capacity: int) -> None:
+        self.artifact, self.capacity, self.position = artifact, capacity, 0
+        self._model, self._get_logits = model, get_logits
+
+    def reset(self) -> None:
+        self.position = 0
+        self._model.reset()
+
+    def prefill(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        ids = np.asarray(ids)
+        check_tokens(self, ids)
+        self._model.eval(ids.tolist())
+        self.position += ids.size
+        found = self._get_logits(self._model.ctx, -1)
+        return np.ctypeslib.as_array(found, (self.artifact.model.vocab_size,)).copy()
+
+    def decode(self, token: int) -> NDArray[np.float32]:
+        return self.prefill(np.array([token], np.int64))
+
+    def cache_regions(self) -> None:
+        """llama.cpp does not say where its cache is."""
+
+    def close(self) -> None:
+        self._model.close()
