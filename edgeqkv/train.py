@@ -19,12 +19,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
 
-from edgeqkv.attention import Attend
 from edgeqkv.console import note, progress
 from edgeqkv.corpus import split
 from edgeqkv.errors import CheckpointError, UnsupportedError, UsageError
 from edgeqkv.model import Decoder
 from edgeqkv.paper_checkpoint import from_paper_state, paper_config, to_paper_state
+from edgeqkv.perplexity import evaluate, logits
 from edgeqkv.spec import ModelSpec
 from edgeqkv.tokenizer import TOKENIZER
 
@@ -43,49 +43,6 @@ class TrainConfig:
     seed: int
     save_every: int
     dtype: str = "fp32"
-
-
-def causal_attend(spec: ModelSpec) -> Attend:
-    """Attention over a whole sequence in PyTorch's fused kernel, with no mask tensor."""
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        repeats = q.shape[2] // k.shape[2]
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        k, v = (t.repeat_interleave(repeats, 1) for t in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.attention_scale)
-        return out.transpose(1, 2).flatten(2)
-
-    return attend
-
-
-def logits(model: Decoder, ids: Tensor, positions: Tensor) -> Tensor:
-    """ids [B, S], positions [S] int64 -> logits [B, S, vocab_size] float32; forward, but faster."""
-    states = model.hidden(ids, positions, causal_attend(model.spec))
-    return F.linear(states, model.head_weight)
-
-
-@torch.no_grad()
-def evaluate(model: Decoder, tokenizer: Tokenizer, text: str) -> dict[str, float]:
-    """Loss (nats per token), perplexity per token and bits per byte of ``text``.
-
-    The text is read in consecutive windows of the model's context, so a token sees between 0 and
-    context - 1 tokens before it in addition to its predecessor. The first token is only read.
-    """
-    encoding = tokenizer.encode(text, add_special_tokens=False)
-    ids = torch.tensor(encoding.ids)
-    context, total = model.spec.max_position_embeddings, 0.0
-    for start in range(0, len(ids) - 1, context):
-        window = ids[start : start + context + 1]
-        out = logits(model, window[None, :-1], torch.arange(len(window) - 1))[0]
-        total += F.cross_entropy(out, window[1:], reduction="sum").item()
-    loss = total / (len(ids) - 1)
-    predicted = len(text[encoding.offsets[0][1] :].encode())
-    return {
-        "loss": loss,
-        "perplexity": math.exp(min(loss, 700.0)),
-        "bits_per_byte": total / math.log(2) / predicted,
-        "tokens": len(ids) - 1,
-    }
 
 
 def initialise(model: Decoder, seed: int) -> None:
@@ -162,28 +119,32 @@ def deferred_interrupt() -> Iterator[list[int]]:
 
 def start_or_resume(
     model: Decoder, optimizer: torch.optim.Optimizer, path: Path, settings: Mapping[str, Any]
-) -> int:
-    """Load the saved state into model and optimizer when ``path`` exists; returns the next step."""
+) -> tuple[int, int]:
+    """Load what ``path``, when it exists, holds into model and optimizer -> (steps done, tokens seen).
+
+    ``steps`` may differ from the saved run's: from here on the schedule is that of the new number.
+    """
     if not path.exists():
-        return 0
+        return 0, 0
     try:
         saved = torch.load(path, weights_only=True)
-        state, moments, step = (
-            saved[key] for key in ("model_state_dict", "optimizer_state_dict", "step")
-        )
+        state, moments = saved["model_state_dict"], saved["optimizer_state_dict"]
+        step, seen = int(saved["step"]), int(saved["tokens_seen"])
         found = {**saved["model_config"], **saved["train_config"]}
     except Exception as e:
         first = str(e).split("\n")[0]
         raise CheckpointError(f"{path} is damaged or not a training checkpoint: {first}") from None
-    for key in sorted((settings.keys() | found.keys()) - {"save_every", "dtype"}):
+    for key in sorted((settings.keys() | found.keys()) - {"steps", "save_every", "dtype"}):
         if settings.get(key) != found.get(key):
             raise UsageError(
                 f"--resume: {key} is {settings.get(key)!r}, {path} was started with {found.get(key)!r}; "
                 "repeat the original flags or choose another output"
             )
+    if step > settings["steps"]:
+        raise UsageError(f"--steps is {settings['steps']}; {path} has already done {step}")
     model.load_state_dict(from_paper_state(model.spec, state))
     optimizer.load_state_dict(moments)
-    return int(step)
+    return step, seen
 
 
 def train(
@@ -226,11 +187,10 @@ def train(
         "tokenizer_sha256": hashlib.sha256(tokenizer.to_str().encode()).hexdigest(),
     }
     path = out / CHECKPOINT
-    first = start_or_resume(model, optimizer, path, {**paper_config(spec), **train_config})
+    first, seen = start_or_resume(model, optimizer, path, {**paper_config(spec), **train_config})
 
     def common(step: int, dtype: torch.dtype) -> dict[str, Any]:
         state = {k: v.detach().to(dtype) for k, v in model.state_dict().items()}
-        seen = config.batch * sum(window_length(config, context, i) for i in range(step))
         return {
             "step": step,
             "epoch": seen // len(ids),
@@ -272,6 +232,7 @@ def train(
                 )
             optimizer.step()
             losses.append(loss.item())
+            seen += len(positions) * config.batch
             seconds.append(time.perf_counter() - began)
             done = step + 1
             if done % config.save_every == 0 or done == config.steps or interrupted:
