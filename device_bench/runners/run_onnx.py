@@ -14,28 +14,33 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from device_bench.runners import onnx_optimum_io
 from edgeqkv.artifact import Artifact, inside
 from edgeqkv.cache import CacheSpec
 from edgeqkv.errors import BundleError, MissingDependencyError, RunError, UnsupportedError
-from edgeqkv.runner import check_tokens
+from edgeqkv.runner import Runner, check_tokens
 
 RUNTIME = "onnxruntime"  # the bench imports it first, to tell its memory and time from load's
 _DTYPES = {"fp32": np.float32, "fp16": np.float16}
 
 
-def load(artifact: Artifact, directory: Path, *, threads: int, capacity: int) -> OnnxRunner:
+def load(artifact: Artifact, directory: Path, *, threads: int, capacity: int) -> Runner:
     """Open the bundle's program.
 
     Raises:
         MissingDependencyError: no onnxruntime. BundleError: the model file cannot be loaded.
         UnsupportedError: a formulation this runner does not know.
     """
-    if artifact.formulation not in _BINDERS:
+    known = (*_BINDERS, onnx_optimum_io.FORMULATION)
+    if artifact.formulation not in known:
         raise UnsupportedError(
             f"{directory}: formulation {artifact.formulation!r} is unknown to this runner; "
-            f"allowed: {', '.join(_BINDERS)}"
+            f"allowed: {', '.join(known)}"
         )
-    return OnnxRunner(artifact, _session(inside(directory, artifact.entry), threads), capacity)
+    session = _session(inside(directory, artifact.entry), threads)
+    if artifact.formulation == onnx_optimum_io.FORMULATION:
+        return onnx_optimum_io.OptimumIoRunner(artifact, session, capacity)
+    return OnnxRunner(artifact, session, capacity)
 
 
 def _session(path: Path, threads: int) -> Any:

@@ -8,6 +8,7 @@ Inputs and outputs (names from ``CacheSpec.names()``, S new tokens, T cached, C 
   [1,G,C,D] -> ``logits``, ``present.<name>`` (separate) or ``present.<name>.key`` and ``.value``
   (shared), [1,G,C,D], each to be bound to the memory of its past.
 - ``full``: ``input_ids`` -> ``logits``; no cache.
+- ``optimum``: see ``onnx_optimum``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from edgeqkv.cache import CacheSpec
 from edgeqkv.errors import MissingDependencyError, UnsupportedError
 from edgeqkv.model import Decoder
 from edgeqkv.quiet import quiet
+from export.backends import onnx_optimum
 from export.backends.onnx_attention import gemm_prefix, gqa_aliased
 from export.lowering import Lowered, Request
 
@@ -32,6 +34,7 @@ OPSET = 21
 PREFILL_CHUNK = 128
 WEIGHTS = ("fp32",)
 ATTENTION = {"gemm": "gemm-prefix", "gqa": "gqa-aliased"}
+OPTIONS = {"onnx_attention": ("auto", *ATTENTION), "onnx_io": onnx_optimum.IO}
 # (most key/value heads, formulation), first that fits. Measured, see the commit that set it.
 FORMULATION_OF_KV_HEADS = ((4, "gemm-prefix"), (2**31, "gqa-aliased"))
 _TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
@@ -49,17 +52,21 @@ def check(request: Request) -> None:
             f"allowed: {', '.join(_TORCH_DTYPES)}"
         )
     for name, value in request.options.items():
-        if name != "onnx_attention":
-            raise UnsupportedError(f"onnx: unknown option {name!r}; allowed: onnx_attention")
-        if value not in ("auto", *ATTENTION):
+        if name not in OPTIONS:
+            raise UnsupportedError(f"onnx: unknown option {name!r}; allowed: {', '.join(OPTIONS)}")
+        if value not in OPTIONS[name]:
             raise UnsupportedError(
-                f"onnx: onnx_attention is {value!r}; allowed: auto, {', '.join(ATTENTION)}"
+                f"onnx: {name} is {value!r}; allowed: {', '.join(OPTIONS[name])}"
             )
+    if request.options.get("onnx_io") == "optimum":
+        onnx_optimum.check(request)
 
 
 def formulation(request: Request) -> str:
     if request.cache.layout == "none":
         return "full"
+    if request.options.get("onnx_io") == "optimum":
+        return onnx_optimum.FORMULATION
     chosen = request.options.get("onnx_attention", "auto")
     if chosen != "auto":
         return ATTENTION[chosen]
@@ -157,6 +164,8 @@ def lower(decoder: Decoder, request: Request, directory: Path) -> Lowered:
         program.save(path, external_data=True)  # mapped by the runtime; inline it would be copied
         strip(path)
         onnx.checker.check_model(path)
+    if chosen == onnx_optimum.FORMULATION:
+        onnx_optimum.write_configs(directory, request.model)
     return Lowered(
         entry=ENTRY,
         cache_mode="none" if cache.layout == "none" else "growing",
@@ -187,6 +196,8 @@ def _program(
     decoder: Decoder, cache: CacheSpec, chosen: str
 ) -> tuple[nn.Module, tuple[Any, ...], Any, list[str], list[str]]:
     """(module, example arguments, dynamic shapes, input names, output names)."""
+    if chosen == onnx_optimum.FORMULATION:
+        return onnx_optimum.program(decoder, cache)
     # One symbol for all views: fewer guards to prove, and the names of the file's dynamic axes.
     new_axis, past_axis, capacity_axis = (torch.export.Dim(n, min=0) for n in ("S", "T", "C"))
     new, past, dim, groups = 3, 5, cache.head_dim, cache.num_key_value_heads

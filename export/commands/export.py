@@ -54,6 +54,9 @@ def run(
         str | None, typer.Option(help="fp32, fp16 or int8 [default: fp32; coreml fp16].")
     ] = None,
     onnx_attention: Annotated[str, typer.Option(help="auto, gemm or gqa.")] = "auto",
+    io: Annotated[
+        str, typer.Option(help="ONNX inputs and outputs: edgeqkv, or optimum for transformers.")
+    ] = "edgeqkv",
     et_attention: Annotated[str, typer.Option(help="auto, plain or custom.")] = "auto",
     coreml_precision: Annotated[str, typer.Option(help="fp16 or fp32 compute.")] = "fp16",
     verify: Annotated[bool, typer.Option(help="Run each bundle against the model.")] = True,
@@ -72,7 +75,7 @@ def run(
     from export.pipeline import STAGES, export_bundle, find_backend
 
     options = {
-        "onnx": {"onnx_attention": onnx_attention},
+        "onnx": {"onnx_attention": onnx_attention, "onnx_io": io},
         "executorch": {"et_attention": et_attention},
         "coreml": {"coreml_precision": coreml_precision},
     }
