@@ -3,24 +3,30 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= out
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test lint clean
 .DELETE_ON_ERROR:
 
+# Not compiled at install: the SDKs bring thousands of modules, and few of them are ever imported.
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 14) else f"edgeqkv needs Python 3.11 to 3.13, found {v[0]}.{v[1]}; run make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[all,dev]'
+	$(PIP) --no-compile torch==2.13.0
+	$(PIP) --no-compile -e '.[all]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.ready
+	$(PIP) -e '.[all,dev]'
 	touch $@
 
 demo: $(VENV)/.ready
 	PATH="$(abspath $(BIN)):$$PATH" OUT="$(OUT)" sh docs/demo.sh
 
-test: $(VENV)/.ready lint
+test: $(VENV)/.dev lint
 	$(BIN)/python -m pytest
 
-lint: $(VENV)/.ready
+lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -75,6 +75,14 @@ def parse_counts(text: str, flag: str, *, low: int = 0) -> list[int]:
     return list(dict.fromkeys(counts))
 
 
+def parse_pair(text: str) -> tuple[int, int]:
+    """``128,32`` -> prompt and generated length, both at least 1."""
+    match = re.fullmatch(r"\s*(\d+)\s*,\s*(\d+)\s*", text)
+    if match is None or not int(match[1]) or not int(match[2]):
+        raise UsageError(f"-pg is {text!r}; allowed: prompt,generated such as 128,32")
+    return int(match[1]), int(match[2])
+
+
 def _range(
     first: str, last: str | None, operator: str | None, by: str | None, *, flag: str
 ) -> list[int]:
@@ -102,14 +110,17 @@ def expand(
     repetitions: int,
     seed: int,
     bundles: int = 1,
+    pairs: Sequence[tuple[int, int]] = (),
 ) -> list[tuple[int, Workload]]:
     """(bundle index, workload) of the whole sweep, shuffled by ``seed``; 0 turns a test off.
 
+    ``pairs``: (prompt, generated) lengths that run one after the other in one configuration.
+
     Random order keeps a machine that warms up, or a neighbour, from favouring one bundle.
     """
-    tests = [(p, 0) for p in prompts if p] + [(0, n) for n in gens if n]
+    tests = [(p, 0) for p in prompts if p] + [(0, n) for n in gens if n] + list(pairs)
     if not tests:
-        raise UsageError("nothing to run: both -p and -n are 0")
+        raise UsageError("nothing to run: both -p and -n are 0, and there is no -pg")
     rows = list(itertools.product(range(bundles), tests, depths, threads))
     random.Random(seed).shuffle(rows)
     return [

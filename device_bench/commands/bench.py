@@ -17,6 +17,10 @@ def run(
     bundles: Annotated[list[Path] | None, typer.Argument(metavar="BUNDLE...")] = None,
     n_prompt: Annotated[str, typer.Option("-p", "--n-prompt", help="Tokens to prefill.")] = "128",
     n_gen: Annotated[str, typer.Option("-n", "--n-gen", help="Tokens to decode.")] = "32",
+    pairs: Annotated[
+        list[str] | None,
+        typer.Option("-pg", metavar="P,N", help="Prefill P, then decode N; repeatable."),
+    ] = None,
     n_depth: Annotated[str, typer.Option("-d", "--n-depth", help="Context held before.")] = "0",
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1)] = 5,
     threads: Annotated[str, typer.Option("-t", "--threads")] = "1",
@@ -47,7 +51,7 @@ def run(
     import secrets
 
     from device_bench.sweep import open_bundle
-    from device_bench.workload import expand, parse_counts
+    from device_bench.workload import expand, parse_counts, parse_pair
     from edgeqkv.errors import UsageError
 
     seed = secrets.randbits(31) if seed is None else seed
@@ -64,6 +68,7 @@ def run(
         repetitions=repetitions,
         seed=seed,
         bundles=len(bundles),
+        pairs=[parse_pair(text) for text in pairs or []],
     )
     earlier = _prepare(output, resume, overwrite)
     opened = [open_bundle(path) for path in bundles]

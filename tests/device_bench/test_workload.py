@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from device_bench.workload import Workload, expand, parse_counts
+from device_bench.workload import Workload, expand, parse_counts, parse_pair
 from edgeqkv.errors import UsageError
 
 
@@ -80,3 +80,11 @@ def test_tokens_are_drawn_below_the_used_vocabulary():
     assert ids.min() >= 0
     assert ids.max() < 10
     np.testing.assert_array_equal(ids, workload.ids(10))
+
+
+def test_a_pair_runs_both_in_one_configuration():
+    plan = expand([0], [0], [16], [1], repetitions=1, seed=0, pairs=[parse_pair("128, 32")])
+    assert [w.label for _, w in plan] == ["pp128+tg32 @ d16"]
+    for text in ("128", "0,32", "128,0", "a,b", "1,2,3"):
+        with pytest.raises(UsageError, match="-pg"):
+            parse_pair(text)
