@@ -7,10 +7,13 @@ verify and compare treat it as any other.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
-from edgeqkv.artifact import Artifact
+from edgeqkv.artifact import MANIFEST, Artifact
+from edgeqkv.config import CONFIG
+from edgeqkv.console import note
 from edgeqkv.errors import UsageError
 
 TOOLS = ("optimum", "gguf")
@@ -34,3 +37,38 @@ def write_baseline(tool: str, model_dir: Path, target: Path) -> Artifact:
         raise UsageError(f"baseline tool is {tool!r}; allowed: {', '.join(TOOLS)}")
     module = cast(Baseline, importlib.import_module(f"device_bench.baselines.{tool}_"))
     return module.write(model_dir, target)
+
+
+def resolve(paths: Sequence[Path], tools: str | None) -> list[tuple[Path, str | None]]:
+    """(bundle, None) and, for each MODEL_DIR and tool of the comma list, (MODEL_DIR, tool).
+
+    Raises:
+        UsageError: an unknown tool, or one of MODEL_DIR and tool without the other.
+    """
+    names = [] if tools is None else [t.strip() for t in tools.split(",")]
+    if unknown := [t for t in names if t not in TOOLS]:
+        raise UsageError(f"--baseline-tool is {unknown[0]!r}; allowed: {', '.join(TOOLS)}")
+    models = [p for p in paths if (p / CONFIG).is_file() and not (p / MANIFEST).is_file()]
+    if names and not models:
+        raise UsageError("--baseline-tool needs a MODEL_DIR beside the bundles; none was given")
+    if models and not names:
+        raise UsageError(
+            f"{models[0]} is a MODEL_DIR: export it first, or give --baseline-tool "
+            f"{'|'.join(TOOLS)} to measure it there"
+        )
+    found: list[tuple[Path, str | None]] = []
+    for path in paths:
+        found += [(path, tool) for tool in names] if path in models else [(path, None)]
+    return found
+
+
+def write_baselines(sources: Sequence[tuple[Path, str | None]], folder: Path) -> list[Path]:
+    """The bundle of each of :func:`resolve`'s entries; a baseline's is made in ``folder``."""
+    paths = []
+    for i, (path, tool) in enumerate(sources):
+        if tool is not None:
+            note(f"baseline {tool}: converting {path}")
+            write_baseline(tool, path, folder / str(i))
+            path = folder / str(i)
+        paths.append(path)
+    return paths

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def run(
-    bundles: Annotated[list[Path] | None, typer.Argument(metavar="BUNDLE...")] = None,
+    bundles: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="BUNDLE...", help="Also MODEL_DIRs, with --baseline-tool."),
+    ] = None,
     n_prompt: Annotated[str, typer.Option("-p", "--n-prompt", help="Tokens to prefill.")] = "128",
     n_gen: Annotated[str, typer.Option("-n", "--n-gen", help="Tokens to decode.")] = "32",
     pairs: Annotated[
@@ -36,6 +39,10 @@ def run(
     seed: Annotated[
         int | None, typer.Option(min=0, help="Of order and tokens. [default: drawn]")
     ] = None,
+    baseline_tool: Annotated[
+        str | None,
+        typer.Option(help="optimum, gguf: what each MODEL_DIR costs there, as three projections."),
+    ] = None,
     self_test: Annotated[
         bool, typer.Option("--self-test", help="Measure a runtime of known figures instead.")
     ] = False,
@@ -49,7 +56,9 @@ def run(
     Example: edgeqkv bench OUT/onnx OUT/executorch -p 128 -n 32 -d 0,512 -r 5 -t 1,2 -o results.jsonl
     """
     import secrets
+    import tempfile
 
+    from device_bench.baselines import resolve, write_baselines
     from device_bench.sweep import open_bundle
     from device_bench.workload import expand, parse_counts, parse_pair
     from edgeqkv.errors import UsageError
@@ -60,6 +69,7 @@ def run(
         return
     if not bundles:
         raise UsageError("no bundle given; name one or more, or give --self-test")
+    sources = resolve(bundles, baseline_tool)
     plan = expand(
         parse_counts(n_prompt, "-p"),
         parse_counts(n_gen, "-n"),
@@ -67,12 +77,13 @@ def run(
         parse_counts(threads, "-t", low=1),
         repetitions=repetitions,
         seed=seed,
-        bundles=len(bundles),
+        bundles=len(sources),
         pairs=[parse_pair(text) for text in pairs or []],
     )
     earlier = _prepare(output, resume, overwrite)
-    opened = [open_bundle(path) for path in bundles]
-    results = _sweep(opened, plan, output, earlier, memory, timeout)
+    with tempfile.TemporaryDirectory(prefix="edgeqkv-baseline-") as folder:
+        opened = [open_bundle(path) for path in write_baselines(sources, Path(folder))]
+        results = _sweep(opened, plan, output, earlier, memory, timeout)
     _report(results, as_json)
 
 

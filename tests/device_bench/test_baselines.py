@@ -14,6 +14,7 @@ from edgeqkv.model_dir import build, save_model_dir
 from tests import hf_gpt2, variants
 from tests.parity import assert_parity, random_ids
 
+Q_MQA = {"qkv_sharing": "k=v", "num_key_value_heads": 1}
 POSSIBLE = sorted(set(variants.CAUSAL) - {"residual-gelu"})
 
 
@@ -208,3 +209,31 @@ def test_optimum_computes_the_same_with_two_full_tensors(model_dir, tmp_path, op
     runner.close()
     again = write_baseline("optimum", folder, tmp_path / "again")
     assert again.files == artifact.files  # what --resume knows a bundle by
+
+
+# bench
+
+
+def test_bench_flag_refusals(model_dir, tmp_path, cli):
+    folder, _ = model_dir("q-mqa")
+    for arguments, words in (
+        ((folder,), "is a MODEL_DIR: export it first, or give --baseline-tool optimum|gguf"),
+        ((folder, "--baseline-tool", "tflite"), "allowed: optimum, gguf"),
+        ((tmp_path, "--baseline-tool", "gguf"), "needs a MODEL_DIR"),
+    ):
+        assert words in cli("bench", *arguments, check=2).stderr
+
+
+def test_bench_measures_the_baseline(model_dir, cli, optimum):
+    """Like any bundle; the cache is the two full tensors that the formula says."""
+    folder, _ = model_dir("q-mqa-long", max_position_embeddings=1024, **Q_MQA)
+    flags = ("-p", "0", "-n", "4", "-r", "2", "--json")
+    out = cli("bench", folder, "--baseline-tool", "optimum", *flags, check=0)
+    (line,) = json.loads(out.stdout)
+    assert (line["status"], len(line["samples"]["repetitions"])) == ("ok", 2)
+    assert (line["model"]["label"], line["artifact"]["engine"]) == ("QKV", "optimum-onnx")
+    assert line["artifact"]["details"]["baseline_of"] == "Q-MQA"
+    figures = line["cache"]["bytes_per_token"]
+    assert figures["formula"] == figures["declared"] == 2 * 2 * 4 * 16 * 4
+    assert figures["measured_cache"] == pytest.approx(figures["formula"], rel=0.03)
+    assert figures["measured_process"] > figures["formula"]
