@@ -35,8 +35,9 @@ PREFILL_CHUNK = 128
 WEIGHTS = ("fp32",)
 ATTENTION = {"gemm": "gemm-prefix", "gqa": "gqa-aliased"}
 OPTIONS = {"onnx_attention": ("auto", *ATTENTION), "onnx_io": onnx_optimum.IO}
-# (most key/value heads, formulation), first that fits. Measured, see the commit that set it.
-FORMULATION_OF_KV_HEADS = ((4, "gemm-prefix"), (2**31, "gqa-aliased"))
+# Query heads per key/value head from which plain products beat the fused operator: they are the
+# rows of one product, for which each cached row is read once. Measured, see the commit.
+GEMM_FROM_HEADS_PER_GROUP = 4
 _TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
 
@@ -68,10 +69,10 @@ def formulation(request: Request) -> str:
     if request.options.get("onnx_io") == "optimum":
         return onnx_optimum.FORMULATION
     chosen = request.options.get("onnx_attention", "auto")
-    if chosen != "auto":
-        return ATTENTION[chosen]
-    groups = request.cache.num_key_value_heads
-    return next(name for most, name in FORMULATION_OF_KV_HEADS if groups <= most)
+    if chosen == "auto":
+        per_group = request.model.num_attention_heads // request.model.num_key_value_heads
+        chosen = "gemm" if per_group >= GEMM_FROM_HEADS_PER_GROUP else "gqa"
+    return ATTENTION[chosen]
 
 
 class _Gemm(nn.Module):

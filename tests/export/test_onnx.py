@@ -84,13 +84,16 @@ def test_non_causal_has_no_cache_and_no_decode(variant: str) -> None:
     assert read(artifact, directory).cache_tensors == ()
 
 
-def test_auto_takes_the_formulation_measured_faster() -> None:
-    for most, expected in to_onnx.FORMULATION_OF_KV_HEADS:
-        groups = min(most, 64)
-        model = spec(num_attention_heads=64, num_key_value_heads=groups, head_dim=64)
-        assert to_onnx.formulation(Request(model, cache_spec(model))) == expected
-    forced = Request(model, cache_spec(model), options={"onnx_attention": "gemm"})
-    assert to_onnx.formulation(forced) == "gemm-prefix"
+@pytest.mark.parametrize(
+    ("heads", "groups", "expected"),
+    [(16, 1, "gemm-prefix"), (32, 8, "gemm-prefix"), (16, 8, "gqa-aliased"), (4, 4, "gqa-aliased")],
+)
+def test_auto_follows_the_query_heads_per_group(heads: int, groups: int, expected: str) -> None:
+    model = spec(num_attention_heads=heads, num_key_value_heads=groups)
+    assert to_onnx.formulation(Request(model, cache_spec(model))) == expected
+    for name, formulation in to_onnx.ATTENTION.items():
+        forced = Request(model, cache_spec(model), options={"onnx_attention": name})
+        assert to_onnx.formulation(forced) == formulation
 
 
 @pytest.mark.parametrize(
