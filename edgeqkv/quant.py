@@ -19,7 +19,7 @@ SCHEMES = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4}
 # that every runtime has (XNNPACK groups 4-bit weights only). No group in the floating formats.
 GROUP_SIZES = {"fp32": 0, "fp16": 0, "int8": 0, "int4": 32}
 GROUPED = ("int8", "int4")
-METHODS = ("none", "rtn")
+METHODS = ("none", "rtn", "gptq")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +123,8 @@ class QuantRecipe:
 class Quantisation:
     """What a bundle's weights went through, recorded in its manifest.
 
-    method: how integers were chosen, one of METHODS; ``none`` where nothing is integer.
+    method: how integers were chosen: ``rtn`` to the nearest, ``gptq`` by calibration; ``none``
+        where nothing is integer.
     calibration_sha256, calibration_tokens: the text that a calibrated method read, else None.
     """
 

@@ -18,6 +18,8 @@ from edgeqkv.model import Decoder
 from edgeqkv.quant import GROUPED, SCHEMES, QuantRecipe, check_groups, matrices
 
 FLOAT16_MAX = 65504.0
+CLIPPING = tuple(1 - 0.025 * i for i in range(13))  # of the scale that clips nothing
+ROWS = 4096  # rows of a matrix that are worked on at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,14 +47,40 @@ def storable(scale: Tensor) -> Tensor:
     return scale.clamp(2.0**-24, 2.0**15).bfloat16().half()
 
 
-def round_to_nearest(weight: Tensor, bits: int, group_size: int) -> QuantTensor:
-    """weight [out, in] float32; the largest magnitude of a group maps to the end of the range."""
+def best_scales(weight: Tensor, bits: int, group_size: int) -> Tensor:
+    """weight [out, in] -> scale [out, in / group_size] float32, storable.
+
+    8 bits: the largest magnitude of a group maps to the end of the range. 4 bits: of that scale and
+    smaller ones, which clip it, the one with the least squared error; on the trained checkpoints
+    that takes a tenth off the error of the weights. For 8 bits it changes nothing.
+    """
     out, into = weight.shape
     groups = weight.float().view(out, into // group_size, group_size)
+    widest = groups.abs().amax(-1) / (2 ** (bits - 1) - 1)
+    best, least = storable(widest).float(), torch.full_like(widest, torch.inf)
+    for fraction in CLIPPING if bits == 4 else ():
+        scale = storable(widest * fraction).float()
+        error = (nearest(groups, scale, bits) * scale[..., None] - groups).square_().sum(-1)
+        best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
+    return best
+
+
+def nearest(groups: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """groups [out, n, group_size], scale [out, n] -> the integers, as floats."""
     most = 2 ** (bits - 1)
-    scale = storable(groups.abs().amax(-1) / (most - 1))
-    q = (groups / scale.float()[..., None]).round().clamp(-most, most - 1)
-    return QuantTensor(q.to(torch.int8).view(out, into), scale, bits, group_size)
+    return (groups / scale[..., None]).round_().clamp_(-most, most - 1)
+
+
+def round_to_nearest(weight: Tensor, bits: int, group_size: int) -> QuantTensor:
+    """weight [out, in]; a block of rows at a time, so that a large embedding needs no second copy."""
+    q = torch.empty(weight.shape, dtype=torch.int8)
+    scales = []
+    for rows, part in zip(torch.split(weight, ROWS), torch.split(q, ROWS), strict=True):
+        scale = best_scales(rows, bits, group_size)
+        groups = rows.float().view(len(rows), -1, group_size)
+        part.copy_(nearest(groups, scale, bits).view(rows.shape))
+        scales.append(scale.half())
+    return QuantTensor(q, torch.cat(scales), bits, group_size)
 
 
 def quantise(decoder: Decoder, recipe: QuantRecipe) -> dict[str, QuantTensor]:

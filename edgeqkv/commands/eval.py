@@ -41,10 +41,8 @@ def run(
     Example: edgeqkv eval OUT/onnx --text held_out.txt --reference MODEL_DIR
     """
     from edgeqkv.console import print_json
-    from edgeqkv.errors import MismatchError, UsageError
+    from edgeqkv.errors import MismatchError
 
-    if not text.is_file():
-        raise UsageError(f"--text {text} does not exist or is no file")
     if is_bundle(source):
         from edgeqkv.runner import open_runner
 
@@ -86,12 +84,14 @@ def evaluate_bundle(
     """What ``--json`` prints, of a loaded bundle."""
     import numpy as np
 
-    from edgeqkv.evaluate import decode_rows, perplexity, prefill_losses
+    from edgeqkv.corpus import encode_file
+    from edgeqkv.evaluate import decode_rows, perplexity, prefill_losses, windows
 
     artifact = runner.artifact
     _check_causal(artifact.model.is_causal, source)
     used = artifact.model.used_tokens
-    chunk = _read(source, text, tokens, tokenizer, runner.capacity, used)
+    ids = np.asarray(encode_file(text, source, used, tokenizer), np.int64)
+    chunk = windows(ids, runner.capacity, tokens)
     theirs = None if reference is None else _reference(reference, used, runner.capacity)
     data, losses = _score(chunk, decode_rows(runner), used, theirs, reference)
     positions, prefill = prefill_losses(chunk, runner, used, PREFILLS)
@@ -118,41 +118,23 @@ def evaluate_model(
     source: Path, text: Path, tokens: int, reference: Path | None, tokenizer: str | None
 ) -> dict[str, Any]:
     """What ``--json`` prints, of an eager model: float32, no cache."""
+    import numpy as np
+
+    from edgeqkv.corpus import encode_file
     from edgeqkv.eager import eager_rows
+    from edgeqkv.evaluate import windows
     from edgeqkv.model_dir import load_any
 
     decoder = load_any(source)
     spec = decoder.spec
     _check_causal(spec.is_causal, source)
     context = spec.max_position_embeddings
-    chunk = _read(source, text, tokens, tokenizer, context, spec.used_tokens)
+    ids = np.asarray(encode_file(text, source, spec.used_tokens, tokenizer), np.int64)
+    chunk = windows(ids, context, tokens)
     theirs = None if reference is None else _reference(reference, spec.used_tokens, context)
     data, _ = _score(chunk, eager_rows(decoder), spec.used_tokens, theirs, reference)
     about = {"engine": "eager", "interpreted": False, "weights": "fp32", "cache_dtype": None}
     return {"source": str(source), **about, "bytes_per_token": None, **data, "prefill": None}
-
-
-def _read(
-    source: Path, text: Path, tokens: int, tokenizer: str | None, context: int, used: int
-) -> Windows:
-    import numpy as np
-
-    from edgeqkv.artifact import TOKENIZER
-    from edgeqkv.corpus import read_text
-    from edgeqkv.errors import UsageError
-    from edgeqkv.evaluate import windows
-    from edgeqkv.tokenizer import load_tokenizer
-
-    if tokenizer is None and not (source / TOKENIZER).is_file():
-        raise UsageError(f"{source} has no {TOKENIZER}; give --tokenizer byte|FILE|DIR")
-    codec = load_tokenizer(tokenizer or str(source / TOKENIZER))
-    ids = np.asarray(codec.encode(read_text(text), add_special_tokens=False).ids, np.int64)
-    if len(ids) and ids.max() >= used:
-        raise UsageError(
-            f"the tokenizer gives id {ids.max()}, the model has {used} tokens; they do not belong "
-            "together"
-        )
-    return windows(ids, context, tokens)
 
 
 def _reference(path: Path, used: int, context: int) -> Rows:

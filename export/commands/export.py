@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from edgeqkv.artifact import Artifact
     from edgeqkv.cache import CacheSpec
-    from edgeqkv.quant import QuantRecipe
+    from edgeqkv.quant import Quantisation, QuantRecipe
     from edgeqkv.spec import ModelSpec
     from export.lowering import Request
 
@@ -47,6 +47,10 @@ def run(
     recipe: Annotated[
         Path | None, typer.Option(metavar="TOML", help="Number format per module, not --weights.")
     ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Text to choose the integers on (GPTQ)."),
+    ] = None,
     cache_layout: Annotated[
         str, typer.Option(help="auto: one tensor per layer where exact; shared; separate.")
     ] = "auto",
@@ -81,6 +85,7 @@ def run(
     }
     spec = _read_spec(model)
     quantisation = Quantisation(_recipe(spec, weights, group_size, recipe))
+    calibration = None if calibrate is None else _calibration(model, spec, quantisation, calibrate)
     requests = {
         name: Request(
             model=spec,
@@ -101,17 +106,18 @@ def run(
         import torch
 
         from edgeqkv.model_dir import TOKENIZER, load_any
+        from export.calibrate import round_weights
         from export.golden import make_golden
-        from export.quantise import apply_rounding, quantise
 
-        with torch.inference_mode(), progress(3 + len(requests) * len(STAGES), "export") as step:
+        steps = 3 + len(requests) * len(STAGES)
+        steps += 0 if calibration is None else 1 + spec.num_hidden_layers
+        with torch.inference_mode(), progress(steps, "export") as step:
             decoder = load_any(model)
             step("model loaded")
-            tensors = quantise(decoder, quantisation.recipe)
-            apply_rounding(decoder, quantisation.recipe, tensors)
-            if tensors:
-                quantisation = dataclasses.replace(quantisation, method="rtn")
-            step("quantised")
+            tensors, quantisation = round_weights(
+                decoder, quantisation.recipe, calibrate, calibration or (), step
+            )
+            step("weights rounded")
             context = min(r.cache.capacity for r in requests.values())
             golden = make_golden(decoder, context)
             step("reference logits")
@@ -179,6 +185,24 @@ def _recipe(
     recipe = uniform(weights or "fp32", group_size) if path is None else read_recipe(path, spec)
     check_groups(spec, recipe)
     return recipe
+
+
+def _calibration(model: Path, spec: ModelSpec, quantisation: Quantisation, text: Path) -> list[int]:
+    """Token ids of the calibration text.
+
+    Raises:
+        UsageError: nothing to calibrate, or no text or tokenizer.
+    """
+    from edgeqkv.corpus import encode_file
+    from edgeqkv.errors import UsageError
+    from edgeqkv.quant import GROUPED
+
+    if not quantisation.recipe.schemes & set(GROUPED):
+        raise UsageError(
+            f"--calibrate chooses integers, but the weights are {quantisation.recipe.label}; "
+            "give --weights int4 or int8"
+        )
+    return encode_file(text, model, spec.used_tokens)
 
 
 def _cache(

@@ -149,7 +149,7 @@ def test_a_prefill_that_forgets_is_noticed(exported, text):
     ("source", "options", "words"),
     [
         ("gone", {}, "gone does not exist"),
-        ("model", {"text": Path("gone.txt")}, "--text gone.txt does not exist"),
+        ("model", {"text": Path("gone.txt")}, "gone.txt does not exist"),
         ("model", {"text": Path("one.txt")}, "has 1 tokens"),
         ("model", {"reference": Path("small")}, "--reference small has 97 tokens"),
         ("bare", {}, "has no tokenizer.json"),
