@@ -54,7 +54,12 @@ def load(artifact: Artifact, directory: Path, *, threads: int, capacity: int) ->
             # Not runtime.Program: its arenas are sized for the largest method of the file.
             module = _C._load_for_executorch(str(path))
             runner = ExecutorchRunner(artifact, module, capacity)
-            runner.prefill(np.zeros(1, np.int64))
+            # The exporter plans the cache, and nothing else, into an arena of its own.
+            arena = artifact.cache.bytes_per_token * capacity
+            with malloc_chunks.fresh(arena) as blocks:
+                runner.prefill(np.zeros(1, np.int64))
+            if arena:
+                runner.regions = [(blocks[0], arena)] if len(blocks) == 1 else None
         except RuntimeError as e:
             reason = (str(e).strip().splitlines() or ["RuntimeError"])[0]
             raise BundleError(f"{path} cannot be loaded by executorch: {reason}") from None
@@ -83,6 +88,7 @@ class ExecutorchRunner:
         self._module: Any = module
         self._method = f"forward_{capacity}"
         self._tensor, self._arange = torch.from_numpy, torch.arange
+        self.regions: list[tuple[int, int]] | None = []
 
     def _step(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         inputs = [self._tensor(ids[None])]
@@ -118,15 +124,9 @@ class ExecutorchRunner:
     def cache_regions(self) -> list[tuple[int, int]] | None:
         """The arena of the cache, told from the rest of the heap by its size (see malloc_chunks).
 
-        None unless exactly one block has that size: MALLOC_MMAP_THRESHOLD_ was not set when the
-        process started, the arena is smaller than it, or another runner is loaded too.
+        None unless MALLOC_MMAP_THRESHOLD_ was set as the process started and the arena is as large.
         """
-        if not self.artifact.cache.names():
-            return []
-        arenas = self.artifact.details.get("cache_arena_bytes", {})
-        arena = arenas.get(str(self.capacity)) if isinstance(arenas, dict) else None
-        found = malloc_chunks.find(arena) if isinstance(arena, int) else []
-        return [(found[0], arena)] if len(found) == 1 and isinstance(arena, int) else None
+        return self.regions
 
     def close(self) -> None:
         self._module = None

@@ -15,40 +15,27 @@ from edgeqkv.attention import position_features
 from edgeqkv.cache import CacheSpec
 from edgeqkv.model import Decoder
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 _FORBIDDEN = -1e9  # added per position of the future; exp() of it is exactly 0
 
 
 class _Layer(nn.Module):
-    """The cache tensors of one layer, one buffer per role, all zeros."""
+    """The cache tensors of one layer, one float32 buffer per role, all zeros."""
 
-    def __init__(self, roles: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, roles: tuple[str, ...], shape: tuple[int, ...]) -> None:
         super().__init__()
         for role in roles:
-            self.register_buffer(role, torch.zeros(shape, dtype=dtype))
+            self.register_buffer(role, torch.zeros(shape))
 
 
-class _Cached(nn.Module):
+def cache_buffers(cache: CacheSpec, shape: tuple[int, ...]) -> nn.ModuleList:
+    """Buffers of ``shape``; in a module's member ``cache`` they are named as ``CacheSpec.names()``."""
+    return nn.ModuleList(_Layer(cache.roles, shape) for _ in range(cache.num_layers))
+
+
+class Plain(nn.Module):
     """input_ids [1,S] int64, input_pos [S] int64 -> logits [1,1,V] float32 of the last token.
 
-    Buffers are named as ``CacheSpec.names()``.
-    """
-
-    def __init__(
-        self, decoder: Decoder, cache: CacheSpec, capacity: int, shape: tuple[int, ...]
-    ) -> None:
-        super().__init__()
-        self.decoder, self.capacity, self.roles = decoder, capacity, cache.roles
-        self.cache = nn.ModuleList(
-            _Layer(cache.roles, shape, _DTYPES[cache.dtype]) for _ in range(cache.num_layers)
-        )
-
-    def buffers_of(self, layer: int) -> list[Tensor]:
-        return [self.cache[layer].get_buffer(role) for role in self.roles]
-
-
-class Plain(_Cached):
-    """Portable aten operators only. One buffer is [G,C,D].
+    Portable aten operators only. One buffer is [G,C,D].
 
     Rows are written in place; the whole capacity is multiplied and what is after a token's own
     position is masked, so cost follows C. The scores are cache @ q^T, because XNNPACK repacks the
@@ -56,8 +43,10 @@ class Plain(_Cached):
     """
 
     def __init__(self, decoder: Decoder, cache: CacheSpec, capacity: int) -> None:
+        super().__init__()
+        self.decoder = decoder
         shape = (cache.num_key_value_heads, capacity, cache.head_dim)
-        super().__init__(decoder, cache, capacity, shape)
+        self.cache = cache_buffers(cache, shape)
         self.register_buffer("columns", torch.arange(capacity).float(), persistent=False)
 
     def forward(self, input_ids: Tensor, input_pos: Tensor) -> Tensor:
@@ -66,22 +55,23 @@ class Plain(_Cached):
         bias = ahead * _FORBIDDEN  # [S,1,C]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            read = []
-            for buffer, new in zip(self.buffers_of(layer), (k, v), strict=False):
-                rows = heads_first(new).to(buffer.dtype)
-                torch.ops.aten.index_put_(buffer, [None, input_pos], rows)
-                read.append(buffer.to(new.dtype))
-            return grouped(q * scale, read[0], read[-1], bias)
+            buffers = list(self.cache[layer].buffers())
+            for buffer, new in zip(buffers, (k, v), strict=False):
+                torch.ops.aten.index_put_(buffer, [None, input_pos], heads_first(new))
+            return grouped(q * scale, buffers[0], buffers[-1], bias)
 
         return self.decoder.run(input_ids, input_pos, attend)
 
 
-class Custom(_Cached):
-    """ExecuTorch's LLM operators. One buffer is [1,C,G,D]; cost follows the position."""
+class Custom(nn.Module):
+    """As :class:`Plain` with ExecuTorch's LLM operators. One buffer is [1,C,G,D]; cost follows the
+    position."""
 
     def __init__(self, decoder: Decoder, cache: CacheSpec, capacity: int) -> None:
+        super().__init__()
+        self.decoder, self.capacity = decoder, capacity
         shape = (1, capacity, cache.num_key_value_heads, cache.head_dim)
-        super().__init__(decoder, cache, capacity, shape)
+        self.cache = cache_buffers(cache, shape)
 
     def forward(self, input_ids: Tensor, input_pos: Tensor) -> Tensor:
         scale, ops = self.decoder.spec.attention_scale, torch.ops.llama
@@ -90,7 +80,7 @@ class Custom(_Cached):
         torch._check(start < self.capacity)  # type: ignore[no-untyped-call]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            buffers = self.buffers_of(layer)
+            buffers = list(self.cache[layer].buffers())
             for buffer, new in zip(buffers, (k, v), strict=False):
                 ops.update_cache(new, buffer, start)
             out: Tensor = ops.custom_sdpa(q, buffers[0], buffers[-1], start, None, 0.0, True, scale)
@@ -109,6 +99,7 @@ class Full(nn.Module):
     def __init__(self, decoder: Decoder, capacity: int) -> None:
         super().__init__()
         self.decoder = decoder
+        self.scales = [decoder.spec.attention_scale] * decoder.spec.num_hidden_layers
         count = decoder.spec.score_position_features
         if not count:
             return
@@ -117,23 +108,22 @@ class Full(nn.Module):
         for layer in range(decoder.spec.num_hidden_layers):
             weight = decoder.get_parameter(f"h.{layer}.attn.pos_w")
             offset = decoder.get_parameter(f"h.{layer}.attn.pos_b")
+            self.scales[layer] *= float(weight.sum())
             rows = features[:, 0, :half] @ weight[:half] + offset
             columns = features[0, :, half:] @ weight[half:]
             self.register_buffer(f"rows_{layer}", rows[:, None], persistent=False)
             self.register_buffer(f"columns_{layer}", columns[:, None], persistent=False)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        spec = self.decoder.spec
         positions = torch.arange(input_ids.shape[1])
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            scale, bias = spec.attention_scale, None
-            if spec.score_position_features:
-                scale *= float(self.decoder.get_parameter(f"h.{layer}.attn.pos_w").sum())
+            bias = None
+            if self.decoder.spec.score_position_features:
                 rows = F.embedding(positions, self.get_buffer(f"rows_{layer}"))  # [S,1]
                 columns = F.embedding(positions, self.get_buffer(f"columns_{layer}"))
                 bias = (rows + columns.transpose(0, 1))[:, None]
-            return grouped(q * scale, heads_first(k), heads_first(v), bias)
+            return grouped(q * self.scales[layer], heads_first(k), heads_first(v), bias)
 
         return self.decoder.run(input_ids, positions, attend)
 

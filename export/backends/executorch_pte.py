@@ -14,6 +14,7 @@ from edgeqkv.errors import BundleError, MissingDependencyError
 from edgeqkv.quiet import quiet
 
 _NO_ID = 2**32 - 1  # XNN_INVALID_VALUE_ID
+_EXTERNAL_OUTPUT = 2  # XNN_VALUE_FLAG_EXTERNAL_OUTPUT
 _INPUTS = ("input_id", "input1_id", "input2_id", "input3_id", "input4_id", "filter_id", "bias_id")
 
 
@@ -45,10 +46,12 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class XnnGraph:
-    """nodes in order; arguments: index of a delegate call's argument -> value id."""
+    """nodes in order; arguments: index of a delegate call's argument -> value id; outputs: those
+    arguments that the delegate writes."""
 
     nodes: tuple[Node, ...]
     arguments: dict[int, int]
+    outputs: frozenset[int]
 
 
 def load_pte(path: Path) -> Pte:
@@ -101,7 +104,8 @@ def xnnpack_graph(pte: Pte, delegate: Any) -> XnnGraph | None:
     values = [v["xvalue_union"] for v in graph["xvalues"]]
     values = [v.get("tensor_value", v) for v in values]
     arguments = {v["external_id"]: v["id_out"] for v in values if v["external_id"] != _NO_ID}
-    return XnnGraph(nodes, arguments)
+    written = {v["external_id"] for v in values if v["flags"] & _EXTERNAL_OUTPUT}
+    return XnnGraph(nodes, arguments, frozenset(written))
 
 
 def _node(kind: str, fields: dict[str, Any]) -> Node:

@@ -89,15 +89,25 @@ class _Method:
             extra = t.extra_tensor_info if t is not None and t.allocation_info else None
             if extra is not None and extra.fully_qualified_name:
                 named[i] = extra.fully_qualified_name
-        # Names are optional in a .pte: a planned tensor written in place before any kernel made it.
+        # Names are optional in a .pte: a planned tensor written in place that nothing made before.
         made = set(self.plan.inputs)
         for call in self.calls:
             target = _in_place(call)
             t = self.tensor(target) if target is not None else None
             if target is not None and t is not None and t.allocation_info and target not in made:
                 named.setdefault(target, f"buffer_{target}")
-            made.update(call.args)
+            made.update(self._outputs(call))
         return named
+
+    def _outputs(self, call: Call) -> Iterable[int]:
+        """Value indices that a call makes; in-place targets are not made."""
+        if call.delegate is not None:
+            graph = self.graph(call)
+            return [a for i, a in enumerate(call.args) if graph is None or i in graph.outputs]
+        if not call.args or _in_place(call) is not None:
+            return []
+        last = self.plan.values[call.args[-1]].val
+        return [call.args[-1], *getattr(last, "items", [])]
 
     def graph(self, call: Call) -> XnnGraph | None:
         key = call.delegate.processed.index

@@ -183,13 +183,19 @@ _CHUNKS = """
 import ctypes
 from device_bench import malloc_chunks
 libc = ctypes.CDLL(None)
-libc.malloc.restype = ctypes.c_void_p
-libc.malloc.argtypes = [ctypes.c_size_t]
-before = frozenset(malloc_chunks.find(300_000))
-blocks = [libc.malloc(n) for n in (300_000, 500_000, 300_001, 1_000)]
-assert sorted(malloc_chunks.find(300_000, before)) == sorted([blocks[0], blocks[2]])
-assert blocks[1] in malloc_chunks.find(500_000)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
+small = [libc.malloc(60_000) for _ in range(40)]
+for block in small[:-1]:
+    libc.free(block)  # leaves one hole of 2.3 MB in the heap
+with malloc_chunks.fresh(300_000) as blocks:
+    made = [libc.malloc(n) for n in (300_000, 500_000, 300_001, 1_000)]
+assert sorted(blocks) == sorted([made[0], made[2]]), (blocks, made)
+assert made[1] in malloc_chunks.find(500_000)
 assert malloc_chunks.find(123_457_000) == []
+with malloc_chunks.fresh(50_000) as blocks:  # below the threshold: not told apart
+    libc.malloc(50_000)
+assert blocks == []
 print("ok")
 """
 
@@ -205,3 +211,6 @@ def test_large_malloc_blocks_are_found():
     )
     assert result.stdout.strip() == "ok", result.stderr
     assert malloc_chunks.find(1 << 40) == []
+    with malloc_chunks.fresh(1 << 20) as blocks:  # this process has the usual threshold
+        pass
+    assert blocks == []

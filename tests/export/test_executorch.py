@@ -8,6 +8,7 @@ pytest.importorskip("executorch.exir")
 
 from edgeqkv.cache import cache_spec
 from edgeqkv.errors import BundleError, UnsupportedError
+from edgeqkv.quant import uniform
 from export.backends.executorch_pte import load_pte
 from export.backends.read_executorch import read
 from export.backends.to_executorch import ENTRY, capacities, check, formulation
@@ -18,7 +19,8 @@ from tests.variants import VARIANTS, spec
 
 def request(variant="q-gqa", weights="fp32", dtype="fp32", capacity=None, **options):
     model = VARIANTS[variant]
-    return Request(model, cache_spec(model, dtype=dtype, capacity=capacity), weights, options)
+    cache = cache_spec(model, dtype=dtype, capacity=capacity)
+    return Request(model, cache, uniform(weights), options)
 
 
 def operators(directory):
