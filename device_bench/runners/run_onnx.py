@@ -21,6 +21,9 @@ from edgeqkv.errors import BundleError, MissingDependencyError, RunError, Unsupp
 from edgeqkv.runner import Runner, check_tokens
 
 RUNTIME = "onnxruntime"  # the bench imports it first, to tell its memory and time from load's
+# Prefill bounds one copy of a layer's scores [H, S, T + S] float32; the runtime holds a few at once.
+SCORE_BYTES = 16 << 20
+LEAST_CHUNK = 16
 _DTYPES = {"fp32": np.float32, "fp16": np.float16}
 
 
@@ -91,6 +94,13 @@ class CacheMemory:
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
+def chunk_tokens(artifact: Artifact, past: int) -> int:
+    """Tokens that one prefill call takes at depth ``past``: fewer as the rows of scores grow."""
+    most = artifact.prefill_chunk
+    row = artifact.model.num_attention_heads * 4 * (past + most)
+    return min(most, max(LEAST_CHUNK, SCORE_BYTES // row))
+
+
 class OnnxRunner:
     """See ``edgeqkv.runner.Runner``."""
 
@@ -126,14 +136,13 @@ class OnnxRunner:
 
     def prefill(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         ids = np.asarray(ids)
-        check_tokens(self, ids)
-        if self._memory is None:
+        if self._memory is None:  # nothing is kept, so every input is a whole one
             self.position = 0
-            chunk = ids.size
-        else:
-            chunk = self.artifact.prefill_chunk
-        for i in range(0, ids.size, chunk):
-            self._step(ids[i : i + chunk])
+        check_tokens(self, ids)
+        while ids.size:
+            chunk = ids.size if self._memory is None else chunk_tokens(self.artifact, self.position)
+            self._step(ids[:chunk])
+            ids = ids[chunk:]
         return self._logits.reshape(-1).copy()
 
     def decode(self, token: int) -> NDArray[np.float32]:

@@ -14,7 +14,7 @@ pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime")
 
 from device_bench.memory import resident_bytes
-from device_bench.runners.run_onnx import OnnxRunner, load
+from device_bench.runners.run_onnx import OnnxRunner, chunk_tokens, load
 from edgeqkv.errors import RunError, UnsupportedError
 from edgeqkv.runner import open_runner
 from tests.bundles import make_bundle
@@ -47,6 +47,21 @@ def test_chunked_prefill_after_reset(case: tuple[str, str, str], threads: int) -
     for _ in range(2):
         assert_parity(runner, decoder_of(case[0]), prompt=27, steps=13, atol=2e-4)
     assert_parity(runner, decoder_of(case[0]), prompt=1, steps=8, atol=2e-4)
+    runner.close()
+
+
+def test_prefill_takes_fewer_tokens_at_depth() -> None:
+    """16 heads: one copy of the scores stays at 16 MiB, until the chunk is at its least."""
+    artifact, _ = onnx_bundle("q-gqa", "shared", "gemm")
+    wide = spec(num_attention_heads=16, head_dim=16)
+    artifact = dataclasses.replace(artifact, model=wide, prefill_chunk=128)
+    assert [chunk_tokens(artifact, past) for past in (0, 1920, 8064, 10**6)] == [128, 128, 32, 16]
+
+
+def test_prefill_in_the_least_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("device_bench.runners.run_onnx.SCORE_BYTES", 1)
+    runner = opened("q-gqa", "shared", "gemm")
+    assert_parity(runner, decoder_of("q-gqa"), prompt=40, steps=2, atol=2e-4)
     runner.close()
 
 

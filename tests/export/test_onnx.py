@@ -75,7 +75,6 @@ def test_non_causal_has_no_cache_and_no_decode(variant: str) -> None:
     for length in (1, 7, 64):
         ids = random_ids(decoder, length)
         expected = decoder(torch.from_numpy(ids)[None])[0, -1].numpy()
-        runner.reset()
         np.testing.assert_allclose(runner.prefill(ids), expected, atol=2e-4, rtol=0)
     with pytest.raises(RunError, match="not causal"):
         runner.decode(3)
