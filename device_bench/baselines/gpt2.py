@@ -15,14 +15,15 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from edgeqkv.config import CONFIG, read_config
 from edgeqkv.errors import CheckpointError, UnsupportedError
 from edgeqkv.spec import ModelSpec
 
 WEIGHTS = "model.safetensors"
+NUMPY_FORMATS = {"F16", "F32", "F64"}  # bfloat16 is numpy's only where another package adds it
 Tensors = dict[str, NDArray[np.float32]]
 
 
@@ -35,9 +36,14 @@ def read_model_dir(folder: Path) -> tuple[ModelSpec, Tensors]:
     spec, _ = read_config(folder)
     path = folder / WEIGHTS
     try:
-        found = load_file(path)
-    except TypeError as e:  # a number format that numpy has not
-        raise CheckpointError(f"{path}: {e}; allowed here: float32, float16, float64") from None
+        with safe_open(path, framework="np") as f:
+            formats = {f.get_slice(name).get_dtype() for name in f.keys()}  # noqa: SIM118
+            if foreign := sorted(formats - NUMPY_FORMATS):
+                raise CheckpointError(
+                    f"{path} holds {foreign[0]} tensors; allowed here: "
+                    f"{', '.join(sorted(NUMPY_FORMATS))}"
+                )
+            found = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as e:
         raise CheckpointError(f"{path} cannot be read: {e}") from None
     shapes = {name: tensor.shape for name, tensor in found.items()}

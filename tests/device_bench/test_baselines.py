@@ -95,10 +95,12 @@ def test_refusals(model_dir, tmp_path):
 
 
 def test_bfloat16_weights_are_refused(tmp_path):
+    """Even where ml_dtypes, which onnx brings, teaches numpy the name."""
+    pytest.importorskip("ml_dtypes")
     spec = variants.CAUSAL["q-mqa"]
     state = variants.random_decoder(spec).to(torch.bfloat16).state_dict()
     save_model_dir(tmp_path / "bf16", spec, state, {})
-    with pytest.raises(CheckpointError, match="bfloat16"):
+    with pytest.raises(CheckpointError, match="holds BF16 tensors"):
         gpt2.read_model_dir(tmp_path / "bf16")
 
 
