@@ -39,8 +39,8 @@ def run(
             ]
             for r in results
         ]
-        columns = ["bundle", "layout", "tensors/layer", "formula B/tok", "declared B/tok"]
-        print_table([*columns, "copies", "weights MB", "twice MB"], rows)
+        columns = ["bundle", "layout", "cache\n/layer", "bytes/token\nformula", "\ndeclared"]
+        print_table([*columns, "cache\ncopies", "weights\nMB", "stored\ntwice"], rows)
         for r in results:
             for problem in r.problems:
                 print(f"{r.bundle}: PROBLEM: {problem}")
