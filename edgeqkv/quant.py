@@ -20,6 +20,7 @@ SCHEMES = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4}
 GROUP_SIZES = {"fp32": 0, "fp16": 0, "int8": 0, "int4": 32}
 GROUPED = ("int8", "int4")
 METHODS = ("none", "rtn", "gptq")
+ROTATIONS = ("none", "hadamard", "balanced")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,13 +126,16 @@ class Quantisation:
 
     method: how integers were chosen: ``rtn`` to the nearest, ``gptq`` by calibration; ``none``
         where nothing is integer.
-    calibration_sha256, calibration_tokens: the text that a calibrated method read, else None.
+    calibration_sha256, calibration_tokens: the text that was read for either, else None.
+    cache_rotation: the basis that cached rows are stored in (export/rotate.py): the model's own
+        (``none``), ``hadamard``, or ``balanced``, which text was read for.
     """
 
     recipe: QuantRecipe = dataclasses.field(default_factory=QuantRecipe)
     method: str = "none"
     calibration_sha256: str | None = None
     calibration_tokens: int | None = None
+    cache_rotation: str = "none"
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Quantisation:
@@ -141,6 +145,10 @@ class Quantisation:
         if data["method"] not in METHODS:
             raise SpecError(
                 f"quantisation method is {data['method']!r}; allowed: {', '.join(METHODS)}"
+            )
+        if data["cache_rotation"] not in ROTATIONS:
+            raise SpecError(
+                f"cache_rotation is {data['cache_rotation']!r}; allowed: {', '.join(ROTATIONS)}"
             )
         for key, kind in (("calibration_sha256", str), ("calibration_tokens", int)):
             if data[key] is not None and not isinstance(data[key], kind):

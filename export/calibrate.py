@@ -27,6 +27,7 @@ from export.quantise import (
     quantise,
     round_to_nearest,
 )
+from export.rotate import rotate_cache
 
 WINDOWS, LENGTH = 64, 256  # calibration reads at most this many windows of so many tokens
 LEAST = 1024  # fewer tokens say nothing about a matrix of a thousand columns
@@ -39,25 +40,37 @@ COLUMNS = 128  # columns whose error is passed on together (the paper's lazy bat
 EMBEDDING = 0.3
 
 
-def round_weights(
+def prepare(
     decoder: Decoder,
     recipe: QuantRecipe,
+    *,
     text: Path | None = None,
     ids: Sequence[int] = (),
+    rotate: bool = False,
     report: Callable[[str], None] = lambda done: None,
 ) -> tuple[dict[str, QuantTensor], Quantisation]:
-    """Round the decoder in place; (integers, what the manifest says of them).
+    """All that is done to the weights before lowering, in place: rotate the cache, then round.
 
-    ``text`` and its token ``ids`` are what GPTQ reads; without them the integers are the nearest.
+    ``text`` and its token ``ids`` are what GPTQ and the rotation read; without them the integers are
+    the nearest and the rotation is orthogonal. Gives the integers and what the manifest says of them.
     """
-    if text is None:
-        tensors = quantise(decoder, recipe)
+    positions = decoder.spec.max_position_embeddings
+    windows = None if text is None else calibration_windows(ids, positions)
+    if rotate:
+        rotate_cache(decoder, windows)
+    integers = bool(recipe.schemes & set(GROUPED))
+    if windows is not None and integers:
+        tensors, method = calibrate(decoder, recipe, windows, report), "gptq"
+    else:
+        tensors, method = quantise(decoder, recipe), "rtn" if integers else "none"
         apply_rounding(decoder, recipe, tensors)
-        return tensors, Quantisation(recipe, "rtn" if tensors else "none")
-    windows = calibration_windows(ids, decoder.spec.max_position_embeddings)
-    tensors = calibrate(decoder, recipe, windows, report)
-    digest = hashlib.sha256(text.read_bytes()).hexdigest()
-    return tensors, Quantisation(recipe, "gptq", digest, windows.numel())
+    return tensors, Quantisation(
+        recipe=recipe,
+        method=method,
+        calibration_sha256=None if text is None else hashlib.sha256(text.read_bytes()).hexdigest(),
+        calibration_tokens=None if windows is None else windows.numel(),
+        cache_rotation=("hadamard" if windows is None else "balanced") if rotate else "none",
+    )
 
 
 def calibration_windows(ids: Sequence[int], positions: int) -> Tensor:

@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from edgeqkv.artifact import Artifact
     from edgeqkv.cache import CacheSpec
-    from edgeqkv.quant import Quantisation, QuantRecipe
+    from edgeqkv.quant import QuantRecipe
     from edgeqkv.spec import ModelSpec
     from export.lowering import Request
 
@@ -49,8 +49,11 @@ def run(
     ] = None,
     calibrate: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Text to choose the integers on (GPTQ)."),
+        typer.Option(metavar="FILE", help="Text that GPTQ and --cache-rotate fit to."),
     ] = None,
+    cache_rotate: Annotated[
+        bool, typer.Option(help="Store the cache in a basis that rounds better (exact).")
+    ] = False,
     cache_layout: Annotated[
         str, typer.Option(help="auto: one tensor per layer where exact; shared; separate.")
     ] = "auto",
@@ -74,9 +77,10 @@ def run(
     """
     from edgeqkv.console import print_json, print_table, progress
     from edgeqkv.files import refuse_existing
-    from edgeqkv.quant import Quantisation
+    from edgeqkv.quant import GROUPED, Quantisation
     from export.lowering import Request
     from export.pipeline import STAGES, export_bundle, find_backend
+    from export.rotate import check_rotation
 
     options = {
         "onnx": {"onnx_attention": onnx_attention, "onnx_io": io},
@@ -85,7 +89,10 @@ def run(
     }
     spec = _read_spec(model)
     quantisation = Quantisation(_recipe(spec, weights, group_size, recipe))
-    calibration = None if calibrate is None else _calibration(model, spec, quantisation, calibrate)
+    if cache_rotate:
+        check_rotation(spec)
+    needless = not cache_rotate and not quantisation.recipe.schemes & set(GROUPED)
+    calibration = [] if calibrate is None else _calibration(model, spec, calibrate, needless)
     requests = {
         name: Request(
             model=spec,
@@ -106,18 +113,24 @@ def run(
         import torch
 
         from edgeqkv.model_dir import TOKENIZER, load_any
-        from export.calibrate import round_weights
+        from export.calibrate import prepare
         from export.golden import make_golden
 
         steps = 3 + len(requests) * len(STAGES)
-        steps += 0 if calibration is None else 1 + spec.num_hidden_layers
+        gptq = calibration and quantisation.recipe.schemes & set(GROUPED)
+        steps += 1 + spec.num_hidden_layers if gptq else 0
         with torch.inference_mode(), progress(steps, "export") as step:
             decoder = load_any(model)
             step("model loaded")
-            tensors, quantisation = round_weights(
-                decoder, quantisation.recipe, calibrate, calibration or (), step
+            tensors, quantisation = prepare(
+                decoder,
+                quantisation.recipe,
+                text=calibrate,
+                ids=calibration,
+                rotate=cache_rotate,
+                report=step,
             )
-            step("weights rounded")
+            step("weights ready")
             context = min(r.cache.capacity for r in requests.values())
             golden = make_golden(decoder, context)
             step("reference logits")
@@ -187,7 +200,7 @@ def _recipe(
     return recipe
 
 
-def _calibration(model: Path, spec: ModelSpec, quantisation: Quantisation, text: Path) -> list[int]:
+def _calibration(model: Path, spec: ModelSpec, text: Path, needless: bool) -> list[int]:
     """Token ids of the calibration text.
 
     Raises:
@@ -195,12 +208,11 @@ def _calibration(model: Path, spec: ModelSpec, quantisation: Quantisation, text:
     """
     from edgeqkv.corpus import encode_file
     from edgeqkv.errors import UsageError
-    from edgeqkv.quant import GROUPED
 
-    if not quantisation.recipe.schemes & set(GROUPED):
+    if needless:
         raise UsageError(
-            f"--calibrate chooses integers, but the weights are {quantisation.recipe.label}; "
-            "give --weights int4 or int8"
+            "--calibrate chooses integers and the cache's basis; give --weights int4 or int8, or "
+            "--cache-rotate"
         )
     return encode_file(text, model, spec.used_tokens)
 

@@ -152,6 +152,7 @@ def test_a_group_that_does_not_fit_is_refused_by_name():
     [
         ({"method": "magic"}, "allowed: none, rtn, gptq"),
         ({"recipe": {"rules": [{"pattern": "*", "weights": "int3"}]}}, "int3"),
+        ({"cache_rotation": "twirl"}, "allowed: none, hadamard, balanced"),
         ({"calibration_tokens": "many"}, "calibration_tokens"),
         ({"surprise": 1}, "unknown key 'surprise'"),
     ],
@@ -162,6 +163,7 @@ def test_a_manifest_s_quantisation_is_read_strictly(changes, words):
         "method": "gptq",
         "calibration_sha256": "0" * 64,
         "calibration_tokens": 4096,
+        "cache_rotation": "none",
     }
     assert Quantisation.from_dict(data).recipe == uniform("int4")
     with pytest.raises(SpecError, match=words):

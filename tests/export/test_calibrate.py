@@ -17,7 +17,7 @@ from export.calibrate import (
     calibration_windows,
     gptq,
     input_moments,
-    round_weights,
+    prepare,
 )
 from export.quantise import best_scales, round_to_nearest
 from tests.variants import VARIANTS, random_decoder, spec
@@ -149,12 +149,18 @@ def test_windows_are_spread_over_the_whole_text():
 def test_what_the_manifest_will_say(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("abc")
-    decoder = random_decoder(spec())
-    assert round_weights(decoder, uniform("fp32"))[1].method == "none"
-    assert round_weights(random_decoder(spec()), uniform("int8"))[1].method == "rtn"
     ids = [i % 97 for i in range(1100)]
-    _, quantisation = round_weights(decoder, uniform("int4"), text, ids)
-    assert (quantisation.method, quantisation.calibration_tokens) == ("gptq", 17 * 64)
+
+    def made(weights, **options):
+        q = prepare(random_decoder(spec()), uniform(weights), **options)[1]
+        return q.method, q.cache_rotation, q.calibration_tokens
+
+    assert made("fp32") == ("none", "none", None)
+    assert made("int8") == ("rtn", "none", None)
+    assert made("fp16", rotate=True) == ("none", "hadamard", None)
+    assert made("fp32", rotate=True, text=text, ids=ids) == ("none", "balanced", 17 * 64)
+    assert made("int4", rotate=True, text=text, ids=ids) == ("gptq", "balanced", 17 * 64)
+    quantisation = prepare(random_decoder(spec()), uniform("int4"), text=text, ids=ids)[1]
     assert quantisation.calibration_sha256.startswith("ba7816bf8f01cfea")  # sha256("abc")
 
 
@@ -173,7 +179,7 @@ def test_on_trained_models_it_beats_rounding_on_text_that_neither_saw(name):
     def divergence(bits, ids_to_read):
         decoder = build(imported.spec, {k: v.clone() for k, v in imported.state.items()})
         text = Path(__file__) if ids_to_read else None
-        round_weights(decoder, uniform(f"int{bits}"), text, ids_to_read)
+        prepare(decoder, uniform(f"int{bits}"), text=text, ids=ids_to_read)
         with torch.no_grad():
             return F.kl_div(decoder(ids).log_softmax(-1), want, log_target=True, reduction="sum")
 

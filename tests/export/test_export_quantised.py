@@ -32,7 +32,7 @@ def model(tmp_path):
         ({"group_size": 32}, "contradicts weights fp32"),
         ({"weights": "int4"}, "c_proj has 80 input columns"),
         ({"recipe": Path("gone.toml")}, "does not exist"),
-        ({"calibrate": Path("text.txt")}, "the weights are fp32"),
+        ({"calibrate": Path("text.txt")}, "give --weights int4 or int8, or --cache-rotate"),
         ({"weights": "int8", "calibrate": Path("gone.txt")}, "gone.txt does not exist"),
         ({"weights": "int8", "calibrate": Path("text.txt")}, "has no tokenizer.json"),
     ],
@@ -61,3 +61,27 @@ def test_the_plan_shows_the_weights(model, monkeypatch, tmp_path, capsys):
         model, out=Path("o"), backends="onnx", recipe=Path("plain.toml"), dry_run=True, as_json=True
     )
     assert json.loads(capsys.readouterr().out)[0]["weights"] == "fp32"
+
+
+def test_a_rotated_bundle_computes_the_original_model_and_says_so(model, monkeypatch, tmp_path):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    monkeypatch.chdir(tmp_path)
+    run(model, out=Path("out"), backends="onnx", cache_rotate=True, as_json=True)
+    from edgeqkv.artifact import read_artifact
+    from edgeqkv.model_dir import load_model_dir
+    from export.verify import verify_bundle
+
+    artifact = read_artifact(tmp_path / "out/onnx")
+    assert artifact.quantisation.cache_rotation == "hadamard"
+    found = verify_bundle(tmp_path / "out/onnx", decoder=load_model_dir(model), original=True)
+    assert found.passed, found.failure
+    assert found.numerics == "fp32"
+
+
+def test_a_query_that_no_weight_makes_is_refused_before_work(tmp_path):
+    decoder = random_decoder(spec(query_mode="identity"))
+    save_model_dir(tmp_path / "i", decoder.spec, decoder.state_dict(), {"source": "test"})
+    with pytest.raises(EdgeQKVError, match="no weight can absorb"):
+        run(tmp_path / "i", out=tmp_path / "out", backends="onnx", cache_rotate=True)
+    assert not (tmp_path / "out").exists()
