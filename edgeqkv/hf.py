@@ -3,8 +3,6 @@
     import edgeqkv.hf
     from transformers import AutoModelForCausalLM, AutoTokenizer
     model = AutoModelForCausalLM.from_pretrained(MODEL_DIR)
-
-lm-eval takes the two objects: ``HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(MODEL_DIR))``.
 """
 
 from __future__ import annotations
