@@ -1,8 +1,7 @@
 """Hugging Face transformers: importing this module registers MODEL_DIR with the Auto classes.
 
-    import edgeqkv.hf
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR)
+After ``import edgeqkv.hf``, ``AutoModelForCausalLM.from_pretrained(MODEL_DIR)`` and
+``AutoTokenizer.from_pretrained(MODEL_DIR)`` work; no code comes from the folder.
 """
 
 from __future__ import annotations
