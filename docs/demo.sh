@@ -17,14 +17,14 @@ say edgeqkv inspect "$OUT/models/kjv-q-mqa"
 # two tensors per layer from the same Q-K=V weights, and the ordinary QKV model. Two at a time, and
 # verified together below.
 models=$OUT/models
-say edgeqkv export "$models/kjv-q-mqa" -b onnx,executorch,coreml --no-verify -o "$OUT/q-mqa" &
-first=$!
+(
+    say edgeqkv export "$models/kjv-q-mqa" -b onnx,executorch,coreml --no-verify -o "$OUT/q-mqa"
+    say edgeqkv export "$models/kjv-qkv" -b onnx --no-verify -o "$OUT/qkv"
+) &
+lane=$!
 say edgeqkv export "$models/kjv-q-kv" -b onnx,executorch --no-verify -o "$OUT/q-kv"
-wait "$first"
-say edgeqkv export "$models/kjv-q-kv" -b onnx,executorch --no-verify -o "$OUT/q-kv-separate" --cache-layout separate &
-second=$!
-say edgeqkv export "$models/kjv-qkv" -b onnx --no-verify -o "$OUT/qkv"
-wait "$second"
+say edgeqkv export "$models/kjv-q-kv" -b onnx,executorch --no-verify -o "$OUT/q-kv-separate" --cache-layout separate
+wait "$lane"
 
 bundles="$OUT/q-mqa/onnx $OUT/q-mqa/executorch $OUT/q-mqa/coreml $OUT/q-kv/onnx $OUT/q-kv/executorch
 $OUT/q-kv-separate/onnx $OUT/q-kv-separate/executorch $OUT/qkv/onnx"
