@@ -14,7 +14,8 @@ import ctypes
 import mmap
 import os
 import struct
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 _HEADER = 16
@@ -67,6 +68,14 @@ def fresh(nbytes: int) -> Iterator[list[int]]:
     finally:
         for block in holes:
             libc.free(block)
+
+
+def written(blocks: Sequence[int], nbytes: int, step: Callable[[], object]) -> list[int]:
+    """Those of the blocks, each of ``nbytes``, whose content ``step`` changes."""
+    before = [zlib.crc32(ctypes.string_at(block, nbytes)) for block in blocks]
+    step()
+    after = [zlib.crc32(ctypes.string_at(block, nbytes)) for block in blocks]
+    return [block for block, b, a in zip(blocks, before, after, strict=True) if a != b]
 
 
 def _blocks(memory: int, start: int, end: int) -> Iterator[tuple[int, int]]:
