@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import tempfile
 from pathlib import Path
@@ -21,19 +22,19 @@ def _root() -> tempfile.TemporaryDirectory[str]:
 
 
 @functools.cache
-def decoder_of(variant: str) -> Decoder:
-    return random_decoder(VARIANTS[variant])
+def decoder_of(variant: str, layers: int = 2) -> Decoder:
+    return random_decoder(dataclasses.replace(VARIANTS[variant], num_hidden_layers=layers))
 
 
 @functools.cache
 def onnx_bundle(
-    variant: str, layout: str, attention: str = "auto", dtype: str = "fp32"
+    variant: str, layout: str, attention: str = "auto", dtype: str = "fp32", layers: int = 2
 ) -> tuple[Artifact, Path]:
     """The folder is shared: copy it before you change it."""
-    directory = Path(_root().name) / f"{variant}-{layout}-{attention}-{dtype}"
+    directory = Path(_root().name) / f"{variant}-{layout}-{attention}-{dtype}-{layers}"
     return make_bundle(
         "onnx",
-        decoder_of(variant),
+        decoder_of(variant, layers),
         directory,
         layout=layout,
         dtype=dtype,

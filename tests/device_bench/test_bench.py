@@ -26,13 +26,22 @@ def env(tmp_path):
 
 @linux
 def test_self_test(cli):
-    checks = json.loads(cli("bench", "--self-test", "--json").stdout)
-    assert len(checks) == 7
-    for check in checks:
-        if check["unit"] == "B/token" or os.getloadavg()[0] < os.cpu_count():
-            assert check["passed"], check
-        else:  # a crowded machine runs late, never early
-            assert check["known"] <= check["reported"] <= 2 * check["known"], check
+    """Bytes at once; each latency within its limit in one of three runs, for a neighbour disturbs one."""
+    passed = set()
+    for _ in range(3):
+        checks = json.loads(cli("bench", "--self-test", "--json").stdout)
+        assert len(checks) == 7
+        for check in checks:
+            assert check["passed"] or check["unit"] != "B/token", check
+            # A crowded machine runs late, never early.
+            allowance = check["allowed"]
+            assert check["reported"] >= check["known"] - allowance, check
+        passed |= {i for i, check in enumerate(checks) if check["passed"]}
+        if len(passed) == len(checks):
+            return
+    late = [c for i, c in enumerate(checks) if i not in passed]
+    assert os.getloadavg()[0] >= os.cpu_count(), late
+    assert all(c["reported"] <= 2 * c["known"] for c in late), late
 
 
 def test_every_way_to_fail_is_a_line_and_the_sweep_goes_on(cli, tmp_path, env):
