@@ -145,11 +145,25 @@ def _export(
 
 def _to_executorch(programs: dict[str, torch.export.ExportedProgram]) -> Any:
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-    from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
+    from executorch.exir import (
+        EdgeCompileConfig,
+        ExecutorchBackendConfig,
+        to_edge_transform_and_lower,
+    )
     from executorch.exir.passes import MemoryPlanningPass
     from executorch.exir.passes.sym_shape_eval_pass import ConstraintBasedSymShapeEvalPass
 
-    edge = to_edge_transform_and_lower(programs, partitioner=[XnnpackPartitioner()])
+    partitioner = XnnpackPartitioner()
+    keep = partitioner.ops_to_not_decompose
+    # Of the operators it keeps whole we have only linear, always with a constant weight: asking it
+    # about each node costs two more decompositions. With the check of the SDK's own dialect that
+    # is a third of the time of an export (8.4 against 5.6 s for one layer); the bytes are the same.
+    partitioner.ops_to_not_decompose = lambda program: (keep(program)[0], None)
+    edge = to_edge_transform_and_lower(
+        programs,
+        partitioner=[partitioner],
+        compile_config=EdgeCompileConfig(_check_ir_validity=False),
+    )
     return edge.to_executorch(
         ExecutorchBackendConfig(
             run_reinplace_pass=True,
