@@ -26,11 +26,17 @@ def decoder_of(variant: str, layers: int = 2) -> Decoder:
     return random_decoder(dataclasses.replace(VARIANTS[variant], num_hidden_layers=layers))
 
 
-@functools.cache
 def onnx_bundle(
     variant: str, layout: str, attention: str = "auto", dtype: str = "fp32", layers: int = 2
 ) -> tuple[Artifact, Path]:
     """The folder is shared: copy it before you change it."""
+    return _exported(variant, layout, attention, dtype, layers)
+
+
+@functools.cache  # keyed by how it is called: a default left out and the same value given differ
+def _exported(
+    variant: str, layout: str, attention: str, dtype: str, layers: int
+) -> tuple[Artifact, Path]:
     directory = Path(_root().name) / f"{variant}-{layout}-{attention}-{dtype}-{layers}"
     return make_bundle(
         "onnx",
