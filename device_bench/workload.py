@@ -19,8 +19,9 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?")
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """One configuration, in llama-bench's field names. seed: of the token ids and of the order in
-    which the sweep ran; order: the place in it. warmup: untimed-by-statistics runs before."""
+    """One process of a configuration, in llama-bench's field names. repetitions: in this process,
+    after ``warmup`` runs that do not count. process: which of the configuration's processes, from 0.
+    seed: of the token ids and of the order in which the sweep ran; order: the place in it."""
 
     n_prompt: int
     n_gen: int
@@ -30,6 +31,7 @@ class Workload:
     warmup: int
     seed: int
     order: int
+    process: int = 0
 
     @property
     def label(self) -> str:
@@ -41,8 +43,9 @@ class Workload:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """What is asked for: two workloads with these the same are one configuration."""
-        return (self.n_prompt, self.n_gen, self.n_depth, self.n_threads, self.repetitions)
+        """What is asked for: --resume does not run the same again."""
+        asked = (self.n_prompt, self.n_gen, self.n_depth, self.n_threads)
+        return (*asked, self.repetitions, self.process)
 
     @property
     def n_tokens(self) -> int:
@@ -110,20 +113,24 @@ def expand(
     repetitions: int,
     seed: int,
     bundles: int = 1,
+    processes: int = 1,
     pairs: Sequence[tuple[int, int]] = (),
 ) -> list[tuple[int, Workload]]:
-    """(bundle index, workload) of the whole sweep, shuffled by ``seed``; 0 turns a test off.
+    """(bundle index, workload) of the whole sweep, in an order drawn from ``seed``; 0 turns a test off.
 
     ``pairs``: (prompt, generated) lengths that run one after the other in one configuration.
 
-    Random order keeps a machine that warms up, or a neighbour, from favouring one bundle.
+    Random order keeps a machine that warms up, or a neighbour, from favouring one bundle. The
+    ``processes`` of a configuration are a whole round of the sweep apart, so that what they differ
+    by holds the drift of the machine too.
     """
     tests = [(p, 0) for p in prompts if p] + [(0, n) for n in gens if n] + list(pairs)
     if not tests:
         raise UsageError("nothing to run: both -p and -n are 0, and there is no -pg")
-    rows = list(itertools.product(range(bundles), tests, depths, threads))
-    random.Random(seed).shuffle(rows)
-    return [
-        (bundle, Workload(p, n, depth, t, repetitions, 1, seed, order))
-        for order, (bundle, (p, n), depth, t) in enumerate(rows)
-    ]
+    one_round = list(itertools.product(range(bundles), tests, depths, threads))
+    draw, plan = random.Random(seed), []
+    for process in range(processes):
+        for bundle, (p, n), depth, t in draw.sample(one_round, len(one_round)):
+            workload = Workload(p, n, depth, t, repetitions, 1, seed, len(plan), process)
+            plan.append((bundle, workload))
+    return plan

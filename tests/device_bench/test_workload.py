@@ -68,6 +68,16 @@ def test_a_sweep_is_every_configuration_once_in_the_order_of_its_seed(seed, bund
     assert plan == expand([128, 0], [32], [0, 512], [1, 2], **asked)
 
 
+def test_the_processes_of_a_configuration_are_a_round_apart():
+    plan = expand([128], [32], [0, 512], [1], repetitions=2, seed=4, bundles=2, processes=3)
+    rounds = [plan[i : i + 8] for i in (0, 8, 16)]
+    for number, each in enumerate(rounds):
+        assert {w.process for _, w in each} == {number}
+        assert len({(b, *w.sizes) for b, w in each}) == 8
+    orders = [[(b, w.label) for b, w in each] for each in rounds]
+    assert orders[0] != orders[1]
+
+
 def test_nothing_to_run_is_an_error():
     with pytest.raises(UsageError, match="both -p and -n are 0"):
         expand([0], [0], [0], [1], repetitions=1, seed=0)
