@@ -5,7 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from device_bench.stats import median_interval, percentile, summarize, theil_sen
+from device_bench.stats import (
+    median_interval,
+    percentile,
+    process_interval,
+    ratio_interval,
+    summarize,
+    t95,
+    theil_sen,
+    variation,
+)
 
 reals = st.floats(-1e6, 1e6, allow_nan=False)
 samples = st.lists(reals, min_size=1, max_size=60)
@@ -131,3 +140,46 @@ def test_agrees_with_scipy_where_it_is_installed(n):
     assert ours.ci95[0] <= theirs.low_slope + 1e-12
     assert ours.ci95[1] >= theirs.high_slope - 1e-12
     assert math.isfinite(ours.ci95[0])
+
+
+@pytest.mark.parametrize(("df", "t"), [(1, 12.706), (2.9, 4.303), (4, 2.776), (500, 1.980)])
+def test_student_s_t_is_that_of_the_tables_and_never_too_small(df, t):
+    assert t95(df) == t
+
+
+def test_one_process_gives_no_interval():
+    assert process_interval([5.0]) is process_interval([]) is None
+    assert ratio_interval([5.0], [4.0, 4.1]) is None
+    assert variation([5.0]) is None
+    assert variation([9.0, 11.0]) == pytest.approx(math.sqrt(2) / 10)
+
+
+@given(st.lists(st.floats(0.1, 1e6), min_size=2, max_size=12))
+def test_process_interval_holds_the_median_and_scales(values):
+    low, high = process_interval(values)
+    middle = float(np.median(values))
+    assert low <= middle * (1 + 1e-9)
+    assert middle <= high * (1 + 1e-9)
+    assert process_interval([3 * v for v in values]) == pytest.approx((3 * low, 3 * high))
+
+
+@pytest.mark.parametrize(("n", "least"), [(2, 0.93), (3, 0.93), (5, 0.93), (8, 0.93)])
+def test_intervals_over_processes_cover_the_truth_as_often_as_they_claim(n, least):
+    """Repetitions share the offset of their process; only the processes' figures are independent."""
+    rng, inside, ratios, rounds = np.random.default_rng(n), 0, 0, 600
+    for _ in range(rounds):
+        mine, theirs = (100 * np.exp(rng.normal(0, 0.03, n)) for _ in range(2))
+        low, high = process_interval(mine.tolist())
+        inside += low <= 100 <= high
+        low, high = ratio_interval(mine.tolist(), theirs.tolist())
+        ratios += low <= 1 <= high
+    assert inside / rounds >= least
+    assert ratios / rounds >= least
+
+
+def test_ratio_interval_by_hand():
+    # log ratios: both sides have standard error s / sqrt(2) with 1 degree of freedom each, 2 together.
+    mine, theirs = [math.e**0.1, math.e**0.3], [math.e**0.0, math.e**0.2]
+    half = 4.303 * math.sqrt(0.02 / 2 * 2)
+    assert ratio_interval(mine, theirs) == pytest.approx((math.exp(0.1 - half), math.exp(0.1 + half)))
+    assert ratio_interval([2.0, 2.0], [1.0, 1.0]) == (2, 2)
