@@ -9,19 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeqkv.artifact import Artifact, read_golden
+from edgeqkv.limits import THRESHOLDS
 from edgeqkv.model import Decoder
 from edgeqkv.runner import Runner, open_runner
 
-# How far a bundle may be from the float32 reference, by the coarsest number format in it.
-# max_abs is in units of the reference logits' standard deviation, KL in nats per token.
-# The reference of a quantised bundle is the model of its rounded weights: what is left for int8
-# and int4 is that runtimes round activations to 8 bits as they run.
-THRESHOLDS = {
-    "fp32": {"max_abs": 1e-3, "kl": 1e-6, "cosine": 0.99999},
-    "fp16": {"max_abs": 5e-2, "kl": 1e-3, "cosine": 0.999},
-    "int8": {"max_abs": 0.25, "kl": 1e-2, "cosine": 0.99},
-    "int4": {"max_abs": 0.25, "kl": 1e-2, "cosine": 0.99},
-}
 # Against the model before it was rounded: what quantisation costs, not whether lowering is right.
 QUALITY = THRESHOLDS | {
     "int8": {"max_abs": 0.5, "kl": 2e-2, "cosine": 0.98},

@@ -3,7 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from export.verify import THRESHOLDS, _failure, compare_logits
+from edgeqkv.limits import THRESHOLDS
+from export.verify import _failure, compare_logits
 
 ROWS = arrays(np.float32, (3, 17), elements=st.floats(-30, 30, width=32))
 
