@@ -13,7 +13,9 @@ _CPU = Path("/sys/devices/system/cpu/cpu0/cpufreq")
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What the machine is; no host name."""
+    """What the machine is; no host name. kind: how it is reached, as --device says. emulated: its
+    figures prove correctness and nothing else. id: tells two devices of one model apart, from a
+    hash. model, soc, abi, os_version: as a phone names itself."""
 
     system: str
     release: str
@@ -21,12 +23,20 @@ class Device:
     cpu_model: str | None
     cpu_count: int | None
     memory_bytes: int | None
+    kind: str = "local"
+    emulated: bool = False
+    id: str | None = None
+    model: str | None = None
+    soc: str | None = None
+    abi: str | None = None
+    os_version: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Conditions:
     """State right before the configuration ran. started_at: UTC. load_average_1m: runnable
-    processes. huge_pages: policy for transparent huge pages (memory passes turn them off)."""
+    processes. huge_pages: policy for transparent huge pages (memory passes turn them off).
+    engine: what drives the runtime, as --engine says; python is null where it is not Python."""
 
     started_at: str
     cpu_model: str | None
@@ -36,9 +46,10 @@ class Conditions:
     load_average_1m: float | None
     threads: int
     affinity: tuple[int, ...] | None
-    page_size: int
+    page_size: int | None
     huge_pages: str | None
-    python: str
+    python: str | None
+    engine: str = "python"
 
 
 def device() -> Device:

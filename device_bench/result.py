@@ -179,7 +179,8 @@ class BenchResult:
     @property
     def configuration(self) -> tuple[Any, ...]:
         """What makes two lines the same measurement: --resume skips it, compare folds it."""
-        return (self.artifact.sha256, *self.workload.sizes)
+        where = (self.device.kind, self.device.id, self.conditions.engine)
+        return (self.artifact.sha256, *self.workload.sizes, *where)
 
 
 def schema() -> dict[str, Any]:

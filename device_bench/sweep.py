@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from device_bench.conditions import Conditions, conditions, device
+from device_bench.conditions import Conditions, Device
+from device_bench.devices import Transport
 from device_bench.jobs import JobFailed, run_job
-from device_bench.memory import WORKER_ENV, slope_depths, supported, tokens_per_page
+from device_bench.memory import slope_depths, tokens_per_page
 from device_bench.result import (
     SCHEMA_VERSION,
     ArtifactInfo,
@@ -67,7 +68,12 @@ def contradiction(figures: BytesPerToken) -> str | None:
 
 
 def measure_cache(
-    bundle: Bundle, workload: Workload, *, interpreted: bool, timeout_s: float | None
+    device: Transport,
+    bundle: Bundle,
+    workload: Workload,
+    *,
+    interpreted: bool,
+    timeout_s: float | None,
 ) -> BytesPerToken:
     """The bytes-per-token figures of a bundle; what cannot be told is null, with the reason."""
     artifact = bundle.artifact
@@ -75,16 +81,17 @@ def measure_cache(
     if artifact.cache_mode == "none":
         return dataclasses.replace(known, reason="the model keeps no cache")
     try:
-        known = dataclasses.replace(known, declared=_job("declared", bundle, workload, timeout_s))
+        known = dataclasses.replace(known, declared=_declared(bundle, workload, timeout_s))
     except JobFailed as e:
         known = dataclasses.replace(known, reason=f"declared: {e}")
     over, contexts, reason = _slope_plan(artifact)
+    reason = device.no_memory or reason
     if interpreted:
         reason = "interpreted: this process's memory says nothing about the real runtime"
     if reason is not None:
         return dataclasses.replace(known, reason=reason)
     try:
-        points = _points(bundle, workload, over, contexts, timeout_s)
+        points = _points(device, bundle, workload, over, contexts, timeout_s)
     except JobFailed as e:
         return dataclasses.replace(known, over=over, reason=f"memory over {over}: {e}")
     return with_slopes(known, over, points)
@@ -111,8 +118,6 @@ def with_slopes(known: BytesPerToken, over: str, points: Sequence[MemoryPoint]) 
 def _slope_plan(artifact: Artifact) -> tuple[str, Sequence[int], str | None]:
     """(over, depths or capacities, why it cannot be measured or None)."""
     over = "depth" if artifact.cache_mode == "growing" else "capacity"
-    if not supported():
-        return over, (), "resident memory is read from /proc, which this system lacks"
     if over == "capacity":
         few = len(artifact.capacities) < LEAST_CAPACITIES
         reason = f"the bundle offers {len(artifact.capacities)} capacities, a slope needs 3"
@@ -126,29 +131,36 @@ def _slope_plan(artifact: Artifact) -> tuple[str, Sequence[int], str | None]:
 
 
 def _points(
-    bundle: Bundle, workload: Workload, over: str, contexts: Sequence[int], timeout_s: float | None
+    device: Transport,
+    bundle: Bundle,
+    workload: Workload,
+    over: str,
+    contexts: Sequence[int],
+    timeout_s: float | None,
 ) -> list[MemoryPoint]:
     if over == "depth":
-        rows = _job("depth", bundle, workload, timeout_s)
+        rows = device.run(_job("depth", bundle, workload), timeout_s)
     else:
         rows = [
             row
             for capacity in contexts
-            for row in _job("capacity", bundle, workload, timeout_s, capacity=capacity)
+            for row in device.run(
+                {**_job("capacity", bundle, workload), "capacity": capacity}, timeout_s
+            )
         ]
     return [build(MemoryPoint, row, "point") for row in rows]
 
 
-def _job(
-    name: str, bundle: Bundle, workload: Workload, timeout_s: float | None, **more: Any
-) -> Any:
-    job = {
-        "pass": name,
-        "bundle": str(bundle.path.resolve()),
-        "workload": dataclasses.asdict(workload),
-    }
-    env = {} if name == "time" else WORKER_ENV
-    return run_job({**job, **more}, timeout_s=timeout_s, env=env)
+def _declared(bundle: Bundle, workload: Workload, timeout_s: float | None) -> int | None:
+    """The artifact's own tensors are read on this machine, whatever device runs it."""
+    found: int | None = run_job(_job("declared", bundle, workload), timeout_s=timeout_s)
+    return found
+
+
+def _job(name: str, bundle: Bundle, workload: Workload) -> dict[str, Any]:
+    """A job as ``device_bench.worker`` reads it."""
+    path = str(bundle.path.resolve())
+    return {"pass": name, "bundle": path, "workload": dataclasses.asdict(workload)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,19 +175,24 @@ class Outcome:
 
 
 def run_configuration(
-    bundle: Bundle, workload: Workload, *, with_memory: bool, timeout_s: float | None
+    device: Transport,
+    bundle: Bundle,
+    workload: Workload,
+    *,
+    with_memory: bool,
+    timeout_s: float | None,
 ) -> Outcome:
     """Time in one process, memory in another; a failure is an outcome."""
     try:
-        timed = _job("time", bundle, workload, timeout_s)
+        timed = device.run(_job("time", bundle, workload), timeout_s)
     except JobFailed as e:
         return Outcome(reason=str(e))
     samples = build(Samples, timed["samples"], "samples")
     outcome = Outcome(samples, timed["engine"], timed["interpreted"])
-    if not with_memory or outcome.interpreted:
+    if not with_memory or outcome.interpreted or device.no_memory:
         return outcome
     try:
-        found = _job("memory", bundle, workload, timeout_s)
+        found = device.run(_job("memory", bundle, workload), timeout_s)
     except JobFailed as e:
         return dataclasses.replace(outcome, reason=f"memory pass: {e}")
     usage = None if found is None else build(Memory, found, "memory")
@@ -187,6 +204,7 @@ def assemble(
     workload: Workload,
     outcome: Outcome,
     *,
+    machine: Device,
     state: Conditions,
     figures: BytesPerToken,
     run_id: str,
@@ -213,7 +231,7 @@ def assemble(
             capacity=cache.capacity,
             bytes_per_token=figures,
         ),
-        device=device(),
+        device=machine,
         conditions=state,
         workload=workload,
         samples=outcome.samples,
@@ -238,6 +256,7 @@ def _artifact_info(bundle: Bundle, engine: str | None, interpreted: bool | None)
 
 
 def run_sweep(
+    device: Transport,
     bundles: Sequence[Bundle],
     plan: Sequence[tuple[int, Workload]],
     *,
@@ -247,26 +266,39 @@ def run_sweep(
     earlier: Sequence[BenchResult] = (),
     finished: Callable[[BenchResult], None],
 ) -> None:
-    """Run every configuration of ``plan`` that ``earlier`` does not hold; hand out each line."""
+    """Run on ``device`` what of ``plan`` ``earlier`` does not hold; hand out each line."""
+    machine = device.describe()
+    where = (machine.kind, machine.id, device.engine)
     done = {r.configuration for r in earlier}
-    caches = _known_caches(earlier)
+    caches = _known_caches([r for r in earlier if r.configuration[-3:] == where])
     for index, workload in plan:
         bundle = bundles[index]
-        if (configuration := (bundle.sha256, *workload.sizes)) in done:
+        if (configuration := (bundle.sha256, *workload.sizes, *where)) in done:
             continue
         done.add(configuration)
-        state = conditions(workload.n_threads)
-        outcome = run_configuration(bundle, workload, with_memory=with_memory, timeout_s=timeout_s)
+        state = device.conditions(workload.n_threads)
+        outcome = run_configuration(
+            device, bundle, workload, with_memory=with_memory, timeout_s=timeout_s
+        )
         if with_memory and bundle.sha256 not in caches and outcome.interpreted is not None:
             one = dataclasses.replace(workload, n_threads=1)  # a thread pool's stacks are no cache
             caches[bundle.sha256] = measure_cache(
-                bundle, one, interpreted=outcome.interpreted, timeout_s=timeout_s
+                device, bundle, one, interpreted=outcome.interpreted, timeout_s=timeout_s
             )
         figures = caches.get(bundle.sha256) or BytesPerToken(
             formula(bundle.artifact), reason="not asked for, or the bundle never ran"
         )
-        line = assemble(bundle, workload, outcome, state=state, figures=figures, run_id=run_id)
-        finished(line)
+        finished(
+            assemble(
+                bundle,
+                workload,
+                outcome,
+                machine=machine,
+                state=state,
+                figures=figures,
+                run_id=run_id,
+            )
+        )
 
 
 def _known_caches(results: Sequence[BenchResult]) -> dict[str, BytesPerToken]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from device_bench.devices import Transport
     from device_bench.result import BenchResult
     from device_bench.sweep import Bundle
     from device_bench.workload import Workload
@@ -39,6 +40,13 @@ def run(
     seed: Annotated[
         int | None, typer.Option(min=0, help="Of order and tokens. [default: drawn]")
     ] = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(help="Where to run: local; repeatable. [default: local]"),
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="What drives the runtime. [default: the device's own]")
+    ] = None,
     baseline_tool: Annotated[
         str | None,
         typer.Option(help="optimum, gguf: what each MODEL_DIR costs there, as three projections."),
@@ -59,6 +67,7 @@ def run(
     import tempfile
 
     from device_bench.baselines import resolve, write_baselines
+    from device_bench.devices import open_transports
     from device_bench.sweep import open_bundle
     from device_bench.workload import expand, parse_counts, parse_pair
     from edgeqkv.errors import UsageError
@@ -83,7 +92,8 @@ def run(
     earlier = _prepare(output, resume, overwrite)
     with tempfile.TemporaryDirectory(prefix="edgeqkv-baseline-") as folder:
         opened = [open_bundle(path) for path in write_baselines(sources, Path(folder))]
-        results = _sweep(opened, plan, output, earlier, memory, timeout)
+        devices = open_transports(device or ["local"], engine)
+        results = _sweep(devices, opened, plan, output, earlier, memory, timeout)
     _report(results, as_json)
 
 
@@ -116,6 +126,7 @@ def _prepare(output: Path | None, resume: bool, overwrite: bool) -> list[BenchRe
 
 
 def _sweep(
+    devices: list[Transport],
     bundles: list[Bundle],
     plan: list[tuple[int, Workload]],
     output: Path | None,
@@ -130,8 +141,14 @@ def _sweep(
     from device_bench.sweep import run_sweep
     from edgeqkv.console import note, progress
 
-    planned = {(bundles[i].sha256, *w.sizes) for i, w in plan}
+    machines = [(d.describe(), d.engine) for d in devices]
+    planned = {
+        (bundles[i].sha256, *w.sizes, m.kind, m.id, engine)
+        for i, w in plan
+        for m, engine in machines
+    }
     results = [r for r in earlier if r.configuration in planned]
+    run_id = uuid.uuid4().hex[:12]
     with progress(len(planned) - len(results), "bench") as advance:
 
         def finished(result: BenchResult) -> None:
@@ -144,19 +161,24 @@ def _sweep(
             advance(f"{name} {result.workload.label}, {threads}{outcome}")
 
         try:
-            run_sweep(
-                bundles,
-                plan,
-                run_id=uuid.uuid4().hex[:12],
-                with_memory=memory,
-                timeout_s=timeout,
-                earlier=earlier,
-                finished=finished,
-            )
+            for device in devices:
+                run_sweep(
+                    device,
+                    bundles,
+                    plan,
+                    run_id=run_id,
+                    with_memory=memory,
+                    timeout_s=timeout,
+                    earlier=earlier,
+                    finished=finished,
+                )
         except KeyboardInterrupt:
             if output is not None:
                 note(f"{len(results)} of {len(planned)} are in {output}; go on with --resume")
             raise
+        finally:
+            for device in devices:
+                device.close()
     return results
 
 
@@ -180,6 +202,7 @@ def _self_test(seed: int, timeout: float | None, as_json: bool) -> None:
     import tempfile
 
     from device_bench import self_test
+    from device_bench.devices import open_transports
     from device_bench.sweep import open_bundle
     from device_bench.workload import expand
     from edgeqkv.console import print_json, print_table
@@ -189,7 +212,8 @@ def _self_test(seed: int, timeout: float | None, as_json: bool) -> None:
         modes = ("growing", "static")
         opened = [open_bundle(self_test.write_bundle(Path(folder, m), m)) for m in modes]
         plan = expand([128], [32], [0], [1], repetitions=15, seed=seed, bundles=2)
-        checks = self_test.check_results(_sweep(opened, plan, None, [], True, timeout))
+        results = _sweep(open_transports(["local"], None), opened, plan, None, [], True, timeout)
+        checks = self_test.check_results(results)
     if as_json:
         print_json([{**dataclasses.asdict(c), "passed": c.passed} for c in checks])
     else:

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from device_bench import sweep
-from device_bench.conditions import conditions
+from device_bench.conditions import conditions, device
 from device_bench.result import BenchResult, MemoryPoint, Samples
 from device_bench.self_test import write_bundle
 from device_bench.workload import Workload
@@ -34,6 +34,7 @@ def result(
         bundle,
         Workload(0 if gen else 128, gen, depth, 1, 5, 1, 42, 0),
         sweep.Outcome(DECODE if gen else SAMPLES, "self-test", interpreted=False),
+        machine=device(),
         state=dataclasses.replace(conditions(1), load_average_1m=0.1),
         figures=sweep.with_slopes(sweep.BytesPerToken(true, declared=true), "depth", points),
         run_id="test",
