@@ -84,6 +84,7 @@ def evaluate_bundle(
     """What ``--json`` prints, of a loaded bundle."""
     import numpy as np
 
+    from edgeqkv.artifact import MANIFEST, file_entry
     from edgeqkv.corpus import encode_file
     from edgeqkv.evaluate import decode_rows, perplexity, prefill_losses, windows
 
@@ -98,6 +99,7 @@ def evaluate_bundle(
     decode = losses[positions]
     return {
         "source": str(source),
+        "sha256": file_entry(source / MANIFEST).sha256,
         "engine": runner.engine,
         "interpreted": runner.interpreted,
         "weights": artifact.weights,
@@ -134,7 +136,14 @@ def evaluate_model(
     theirs = None if reference is None else _reference(reference, spec.used_tokens, context)
     data, _ = _score(chunk, eager_rows(decoder), spec.used_tokens, theirs, reference)
     about = {"engine": "eager", "interpreted": False, "weights": "fp32", "cache_dtype": None}
-    return {"source": str(source), **about, "bytes_per_token": None, **data, "prefill": None}
+    return {
+        "source": str(source),
+        "sha256": None,
+        **about,
+        "bytes_per_token": None,
+        **data,
+        "prefill": None,
+    }
 
 
 def _reference(path: Path, used: int, context: int) -> Rows:
