@@ -69,6 +69,11 @@ class MILInterpreter:
             for state in spec.description.state
         }
         self.widened: dict[int, Array] = {}
+        # Compressed weights are constants too: made once, in the dtype that the program declares.
+        self.constants = [op for op in self.operations if op.op_type.startswith("constexpr_")]
+        for op in self.constants:
+            self._step(op, {})
+        self.operations = [op for op in self.operations if op not in self.constants]
 
     def make_state(self) -> States:
         """Every state of the program, zeroed."""
@@ -119,11 +124,26 @@ class MILInterpreter:
         value = np.asarray(var.val)
         if value.dtype == np.float32:
             return value
-        if var.op is None or var.op.op_type != "const":
+        if var.op is None or not var.op.op_type.startswith("const"):  # const, constexpr_*
             return value.astype(np.float32)
         if id(var) not in self.widened:
             self.widened[id(var)] = value.astype(np.float32)
         return self.widened[id(var)]
+
+
+def _blockwise_shift_scale(run: MILInterpreter, op: Any) -> Array:
+    """(data - offset) * scale, each scale and offset for a block of the data."""
+    data = np.asarray(op.data.val).astype(np.float32)
+    parts = [np.asarray(v.val) for v in (op.scale, op.offset) if v is not None]
+    scale, *offset = (_spread(part.astype(np.float32), data.shape) for part in parts)
+    out: Array = (data - offset[0] if offset else data) * scale
+    return out
+
+
+def _spread(blocks: Array, shape: tuple[int, ...]) -> Array:
+    for axis, size in enumerate(shape):
+        blocks = np.repeat(blocks, size // blocks.shape[axis], axis)
+    return blocks
 
 
 def _linear(run: MILInterpreter, op: Any) -> Array:
@@ -156,6 +176,7 @@ def _softmax(run: MILInterpreter, op: Any) -> Array:
 
 
 OPERATIONS: dict[str, Callable[[MILInterpreter, Any], Array]] = {
+    "constexpr_blockwise_shift_scale": _blockwise_shift_scale,
     "linear": _linear,
     "matmul": _matmul,
     "layer_norm": _layer_norm,

@@ -27,8 +27,10 @@ from typing import Any
 
 from edgeqkv.errors import MissingDependencyError, UnsupportedError
 from edgeqkv.model import Decoder
+from edgeqkv.quant import SCHEMES
 from edgeqkv.quiet import quiet
 from export.backends.coreml_program import StatefulDecoder, StatelessDecoder, state_names
+from export.backends.coreml_weights import register, with_integers
 from export.lowering import Lowered, Request
 
 ENTRY = "model.mlpackage"
@@ -46,7 +48,8 @@ def check(request: Request) -> None:
     """Refuse what Core ML cannot hold, before any work.
 
     Raises:
-        UnsupportedError: a cache that is not float16, quantised weights, an unknown precision.
+        UnsupportedError: a cache that is not float16, an unknown precision, rounded weights with
+            float32 compute.
         MissingDependencyError: coremltools is not installed.
     """
     if request.cache.layout != "none" and request.cache.dtype != "fp16":
@@ -59,7 +62,7 @@ def check(request: Request) -> None:
             f"coreml: coreml_precision is {precision(request)!r}; allowed: {', '.join(PRECISIONS)}"
         )
     # Floating weights are stored in what the program computes in; fp32 asks for no rounding first.
-    allowed = ("fp32", "fp16") if precision(request) == "fp16" else ("fp32",)
+    allowed = tuple(SCHEMES) if precision(request) == "fp16" else ("fp32",)
     if request.recipe.schemes - set(allowed):
         raise UnsupportedError(
             f"coreml: weights {request.weights} are not supported with {precision(request)} compute; "
@@ -87,7 +90,9 @@ def lower(decoder: Decoder, request: Request, directory: Path) -> Lowered:
     if compute == "fp16":
         _check_range(decoder)
     chunk = min(PREFILL_CHUNK, cache.capacity) if stateful else cache.capacity
+    decoder = with_integers(decoder, request.tensors)
     with quiet(), torch.no_grad():
+        register()
         program = (
             StatefulDecoder(decoder, cache)
             if stateful
@@ -108,7 +113,7 @@ def lower(decoder: Decoder, request: Request, directory: Path) -> Lowered:
         tools={"coremltools": ct.__version__, "torch": torch.__version__},
         details={
             "compute_precision": compute,
-            "stored_weights": compute,
+            "stored_weights": request.weights if request.tensors else compute,
             "minimum_deployment_target": "iOS18, macOS15",
             "weight_file_bytes": weights.stat().st_size,
         },

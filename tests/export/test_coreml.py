@@ -154,12 +154,6 @@ def test_capacity_of_one(tmp_path: Path) -> None:
         ("int8", "fp32", {}, "cache dtype is int8; Core ML states are float16 only, allowed: fp16"),
         (
             "fp16",
-            "int4",
-            {},
-            "weights int4 are not supported with fp16 compute; allowed: fp32, fp16",
-        ),
-        (
-            "fp16",
             "fp16",
             {"coreml_precision": "fp32"},
             "weights fp16 .* fp32 compute; allowed: fp32",

@@ -1,0 +1,82 @@
+"""Integer weights as Core ML's ``constexpr_blockwise_shift_scale``, from the integers we have.
+
+``coremltools.optimize`` would round the float weights again and lose what calibration chose. So the
+traced program holds the integers, behind an operator of our own that coremltools is told to write
+as that constexpr: weight.bin gets them packed, with their float16 scales, and no offset.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from edgeqkv.model import Decoder
+from export.quantise import QuantTensor
+
+_OPERATOR = torch.library.Library("edgeqkv", "DEF")
+_OPERATOR.define("dequantise(Tensor q, Tensor scale, int bits) -> Tensor")
+
+
+def _dequantise(q: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """q [out,in] int8, scale [out, in / group_size] -> [out,in] float32."""
+    return QuantTensor(q, scale, bits, q.shape[1] // scale.shape[1]).dequantise()
+
+
+_OPERATOR.impl("dequantise", _dequantise, "CompositeExplicitAutograd")
+
+
+class _Quantised(nn.Module):
+    """A Linear, or with ``table`` an Embedding, whose ``weight`` is made from integers when read."""
+
+    def __init__(self, tensor: QuantTensor, bias: Tensor | None, *, table: bool) -> None:
+        super().__init__()
+        self.register_buffer("q", tensor.q)
+        self.register_buffer("scale", tensor.scale)
+        self.bits, self.bias, self.table = tensor.bits, bias, table
+
+    @property
+    def weight(self) -> Tensor:
+        made: Tensor = torch.ops.edgeqkv.dequantise(
+            self.get_buffer("q"), self.get_buffer("scale"), self.bits
+        )
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.embedding(x, self.weight) if self.table else F.linear(x, self.weight, self.bias)
+
+
+def with_integers(decoder: Decoder, tensors: Mapping[str, QuantTensor]) -> Decoder:
+    """The decoder with the modules of ``tensors`` replaced; every other tensor is shared with it."""
+    same = {id(t): t for t in (*decoder.parameters(), *decoder.buffers())}
+    changed = copy.deepcopy(decoder, same)
+    for name, tensor in tensors.items():
+        module = changed.get_submodule(name)
+        table = isinstance(module, nn.Embedding)
+        quantised = _Quantised(tensor, getattr(module, "bias", None), table=table)
+        changed.set_submodule(name, quantised)
+    return changed
+
+
+@functools.cache
+def register() -> None:
+    """Tell coremltools' torch frontend what the operator means."""
+    from coremltools.converters.mil import Builder, register_torch_op
+    from coremltools.converters.mil.frontend.torch.ops import _get_inputs
+    from coremltools.converters.mil.mil import types
+
+    @register_torch_op(torch_alias=["edgeqkv::dequantise"])  # type: ignore[untyped-decorator]
+    def edgeqkv_dequantise(context: Any, node: Any) -> None:
+        q, scale, bits = _get_inputs(context, node, expected=3)
+        kind = {4: types.int4, 8: types.int8}[int(bits.val)]
+        weight = Builder.constexpr_blockwise_shift_scale(
+            data=q.val.astype(types.nptype_from_builtin(kind)),
+            scale=scale.val.astype("float32"),  # as the rest of the program before it is narrowed
+            name=node.name,
+        )
+        context.add(weight)
