@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from device_bench import measure, memory
+from device_bench.light import import_light
 from device_bench.schema import build
 from device_bench.workload import Workload
 from edgeqkv.artifact import Artifact, read_artifact
@@ -50,6 +51,7 @@ def run(job: dict[str, Any]) -> Any:
     bundle = Path(job["bundle"])
     workload: Workload = build(Workload, job["workload"], "workload")
     artifact = read_artifact(bundle, check_sha256=False)
+    import_light(artifact.backend)
     if job["pass"] == "declared":
         return declared(artifact, bundle)
     if job["pass"] == "time":
