@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from edgeqkv.model import Decoder
 from export.quantise import QuantTensor
 
-_OPERATOR = torch.library.Library("edgeqkv", "DEF")
-_OPERATOR.define("dequantise(Tensor q, Tensor scale, int bits) -> Tensor")
+_OPERATOR = torch.library.Library("edgeqkv", "DEF")  # type: ignore[no-untyped-call]
+_OPERATOR.define("dequantise(Tensor q, Tensor scale, int bits) -> Tensor")  # type: ignore[no-untyped-call]
 
 
 def _dequantise(q: Tensor, scale: Tensor, bits: int) -> Tensor:
@@ -28,7 +28,7 @@ def _dequantise(q: Tensor, scale: Tensor, bits: int) -> Tensor:
     return QuantTensor(q, scale, bits, q.shape[1] // scale.shape[1]).dequantise()
 
 
-_OPERATOR.impl("dequantise", _dequantise, "CompositeExplicitAutograd")
+_OPERATOR.impl("dequantise", _dequantise, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 
 
 class _Quantised(nn.Module):
