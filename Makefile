@@ -24,7 +24,9 @@ demo: $(VENV)/.ready
 	PATH="$(abspath $(BIN)):$$PATH" OUT="$(OUT)" sh docs/demo.sh
 
 test: $(VENV)/.dev lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not alone" -n logical --maxprocesses 4 \
+		--dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m alone
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -25,6 +25,7 @@ def env(tmp_path):
 
 
 @linux
+@pytest.mark.alone
 def test_self_test(cli):
     """Bytes at once; each latency within its limit in one of three runs, for a neighbour disturbs one."""
     passed = set()
