@@ -100,16 +100,34 @@ class CacheFacts:
 
 
 @dataclasses.dataclass(frozen=True)
+class Browser:
+    """What only a page can tell. timer_resolution_ns: the smallest step of its clock; null where
+    none was seen. gpu: the adapter that ran it, null on the CPU. heap_load_bytes, heap_bytes: of the
+    runtime's WebAssembly memory after load and at the end; it never shrinks. cache_binding: how the
+    cache was given to the runtime, and what of it was copied for each token."""
+
+    user_agent: str
+    cross_origin_isolated: bool
+    timer_resolution_ns: int | None
+    gpu: str | None
+    heap_load_bytes: int | None
+    heap_bytes: int | None
+    cache_binding: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Samples:
     """Nanoseconds of a monotonic clock. first_call: one token through the program right after
     load. warmup and repetitions: time since the start of the timed region at which each token's
-    logits were there; prefill gives one (the first token's), each decode step one more."""
+    logits were there; prefill gives one (the first token's), each decode step one more. browser: of
+    a page only."""
 
     import_ns: int | None
     load_ns: int
     first_call_ns: int
     warmup: tuple[int, ...]
     repetitions: tuple[tuple[int, ...], ...]
+    browser: Browser | None = None
 
 
 @dataclasses.dataclass(frozen=True)

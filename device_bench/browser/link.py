@@ -1,0 +1,135 @@
+"""How a phone reaches the page: an address, a certificate, ``adb reverse``, a QR code."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+from pathlib import Path
+
+from edgeqkv.console import note
+from edgeqkv.errors import EdgeQKVError, MissingDependencyError
+
+CERTIFICATE_DAYS = 2
+ADB_S = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Phone:
+    """An attached Android phone that answers: its serial number, and the adb to talk to it with."""
+
+    adb: str
+    serial: str
+
+
+def lan_address() -> str:
+    """The address of this machine in its network; asks the routing table, sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # a documentation address (RFC 5737)
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
+def certificate(folder: Path, address: str) -> Path:
+    """A self-signed certificate for ``address`` and its key in one file, valid for two days.
+
+    Raises:
+        MissingDependencyError: there is no openssl, or one too old for -addext.
+    """
+    path = folder / "certificate.pem"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+    ]
+    command += ["-nodes", "-days", str(CERTIFICATE_DAYS), "-subj", "/CN=edgeqkv bench"]
+    command += ["-addext", f"subjectAltName=IP:{address}", "-keyout", str(path), "-out", "-"]
+    try:
+        made = subprocess.run(command, capture_output=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        raise MissingDependencyError(
+            "--device browser:https needs the openssl command (1.1.1 or newer) for its certificate; "
+            "install it, or use --device browser:adb or browser"
+        ) from None
+    with path.open("ab") as f:
+        f.write(made.stdout)
+    return path
+
+
+def fingerprint(certificate: Path) -> str:
+    """SHA-256 of a certificate, as browsers show it."""
+    pem = certificate.read_text("ascii")
+    der = ssl.PEM_cert_to_DER_cert(pem[pem.index("-----BEGIN CERTIFICATE-----") :])
+    return hashlib.sha256(der).digest().hex(":").upper()
+
+
+def attached_phone(adb: str | None, serial: str | None = None) -> Phone | None:
+    """The phone with ``serial``, or the only one; None without adb or without one phone to choose."""
+    if adb is None:
+        return None
+    try:
+        listed = _adb(adb, "devices").splitlines()[1:]
+    except EdgeQKVError:
+        return None
+    ready = [line.split("\t")[0] for line in listed if line.endswith("\tdevice")]
+    chosen = [s for s in ready if serial in (None, s)]
+    return Phone(adb, chosen[0]) if len(chosen) == 1 else None
+
+
+def reverse(phone: Phone, port: int) -> None:
+    """Make ``port`` of this machine ``localhost:port`` on the phone: a secure context, by cable."""
+    _adb(phone.adb, "-s", phone.serial, "reverse", f"tcp:{port}", f"tcp:{port}")
+
+
+def unreverse(phone: Phone, port: int) -> None:
+    """Undo :func:`reverse`; a phone that was unplugged has forgotten it already."""
+    with contextlib.suppress(EdgeQKVError):
+        _adb(phone.adb, "-s", phone.serial, "reverse", "--remove", f"tcp:{port}")
+
+
+def open_on(phone: Phone, url: str) -> None:
+    """Ask the phone to show ``url`` in its browser."""
+    view = ["am", "start", "-a", "android.intent.action.VIEW", "-d", url]
+    _adb(phone.adb, "-s", phone.serial, "shell", *view)
+
+
+def _adb(adb: str, *arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            [adb, *arguments], capture_output=True, text=True, timeout=ADB_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        raise EdgeQKVError(f"{adb} does not answer; try `adb kill-server`") from None
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
+        raise EdgeQKVError(f"adb {' '.join(arguments)}: {said}")
+    return done.stdout
+
+
+def find_adb() -> str | None:
+    """ADB in the environment, else the one on PATH."""
+    return os.environ.get("ADB") or shutil.which("adb")
+
+
+def show_link(url: str) -> None:
+    """The link, and as a QR code where segno is installed, on stderr."""
+    note(f"open on the phone: {url}")
+    try:
+        import segno
+    except ImportError:
+        note("(pip install 'edgeqkv[browser]' shows it as a QR code too)")
+        return
+    if sys.stderr.isatty():
+        segno.make(url, error="l").terminal(out=sys.stderr, compact=True)
