@@ -235,11 +235,12 @@ def train(
             seen += len(positions) * config.batch
             seconds.append(time.perf_counter() - began)
             done = step + 1
-            if done % config.save_every == 0 or done == config.steps or interrupted:
+            stop = bool(interrupted)  # read once: a signal after the save waits for the next step
+            if done % config.save_every == 0 or done == config.steps or stop:
                 save(done)
             if (done - first) % every == 0 or done == config.steps:
                 advance(f"step {done}, loss {statistics.fmean(losses[-every:]):.3f}")
-            if interrupted and done < config.steps:
+            if stop and done < config.steps:
                 note(f"stopped after step {done} of {config.steps}; --resume continues")
                 raise KeyboardInterrupt
 
