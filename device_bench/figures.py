@@ -7,16 +7,21 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from device_bench.bandwidth import limit
+from device_bench.conditions import Device
 from device_bench.result import BenchResult, BytesPerToken, Memory, Snapshot
-from device_bench.stats import Summary, percentile, summarize
+from device_bench.stats import percentile, process_interval
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One bundle at one thread count and depth; prefill and decode lines folded together.
+    """One bundle on one device at one thread count and depth; prefill and decode folded together.
 
-    Speeds are medians over repetitions (tok/s), ``*_mad`` their median absolute deviation. Times
-    are None when interpreted. ``anon_*``: anonymous memory and swap after each stage, bytes, the
+    Times and speeds (tok/s) are medians over processes of each process's median over repetitions;
+    ``*_by_process`` are those medians, ``*_ci95`` their 95 % interval. Times are None when
+    interpreted. step_bytes: what a decode step has to read, weights and the cache as it is halfway
+    through the workload; limit_tok_s: the speed at which reading that alone fills the step, at the
+    bandwidth measured for as many threads and bytes; limit_share: decode speed over it. ``anon_*``: anonymous memory and swap after each stage, bytes, the
     last two at the end of the prefill and of the decode workload: unlike USS it does not change
     with who else has mapped the same libraries. peak_rss: the larger of the two's.
     """
@@ -28,6 +33,10 @@ class Row:
     variant: str
     layout: str
     dtype: str
+    weights: str
+    formulation: str
+    device: str
+    emulated: bool
     threads: int
     depth: int
     n_prompt: int | None
@@ -36,15 +45,21 @@ class Row:
     declared: int | None
     measured_cache: float | None
     measured_process: float | None
+    cache_ci95: tuple[float, float] | None
     process_ci95: tuple[float, float] | None
     over: str | None
     nbytes: int
     load_ms: float | None
     ttft_ms: float | None
     prefill_tok_s: float | None
-    prefill_mad: float | None
+    prefill_ci95: tuple[float, float] | None
+    prefill_by_process: tuple[float, ...]
     decode_tok_s: float | None
-    decode_mad: float | None
+    decode_ci95: tuple[float, float] | None
+    decode_by_process: tuple[float, ...]
+    step_bytes: int | None
+    limit_tok_s: float | None
+    limit_share: float | None
     tpot_ms: float | None
     itl_p50_ms: float | None
     itl_p90_ms: float | None
@@ -56,6 +71,9 @@ class Row:
     anon_prefill: int | None
     anon_decode: int | None
     peak_rss: int | None
+    perplexity: float | None
+    perplexity_stderr: float | None
+    unstable: str | None
     status: str
     sha256: str
 
@@ -78,8 +96,8 @@ def fold(results: Sequence[BenchResult]) -> list[Row]:
     """Rows in the order backend, bytes per token (most first), name, threads, depth."""
     groups: dict[tuple[Any, ...], list[BenchResult]] = {}
     for r in results:
-        w = r.workload
-        groups.setdefault((r.artifact.sha256, r.device, w.n_threads, w.n_depth), []).append(r)
+        w, where = r.workload, (r.device, r.conditions.engine)
+        groups.setdefault((r.artifact.sha256, *where, w.n_threads, w.n_depth), []).append(r)
     caches: dict[str, BytesPerToken] = {}
     for r in results:  # a bundle's figures are on every line that could carry them
         known = caches.get(r.artifact.sha256)
@@ -105,12 +123,13 @@ def _row(
     timed = [] if shown.artifact.interpreted else ran
     prefill = [r for r in timed if r.workload.n_prompt and r.workload.n_prompt == prompt]
     decode = [r for r in timed if r.workload.n_gen and r.workload.n_gen == gen]
-    ttft = [rep[0] for r in prefill for rep in _repetitions(r)]
-    gaps = [[b - a for a, b in itertools.pairwise(rep)] for r in decode for rep in _repetitions(r)]
-    tpot = [sum(g) / len(g) for g in gaps if g]
-    itl = [gap / 1e6 for g in gaps for gap in g]
-    rate = summarize([1e9 * (prompt or 0) / t for t in ttft])
-    speed = summarize([1e9 / t for t in tpot])
+    ttft = [found for r in prefill if (found := percentile(ttft_ns(r), 50))]
+    tpot = [found for r in decode if (found := percentile(tpot_ns(r), 50))]
+    itl = [gap / 1e6 for r in decode for gap in itl_ns(r)]
+    rate = tuple(1e9 * (prompt or 0) / t for t in ttft)
+    speed = tuple(1e9 / t for t in tpot)
+    step, bound = _limit(decode, cache)
+    quality = next((r.quality for r in group if r.quality), {})
     prefill_memory = next((r.memory for r in prefill if r.memory), None)
     decode_memory = next((r.memory for r in decode if r.memory), None)
     peaks = [r.memory.peak_rss for r in (*prefill, *decode) if r.memory is not None]
@@ -122,6 +141,10 @@ def _row(
         variant=first.model.label,
         layout=first.cache.layout,
         dtype=first.cache.dtype,
+        weights=first.artifact.weights,
+        formulation=first.artifact.formulation,
+        device=device_label(first.device),
+        emulated=first.device.emulated,
         threads=first.workload.n_threads,
         depth=first.workload.n_depth,
         n_prompt=prompt,
@@ -130,16 +153,22 @@ def _row(
         declared=cache.declared,
         measured_cache=cache.measured_cache,
         measured_process=cache.measured_process,
+        cache_ci95=cache.ci95.measured_cache,
         process_ci95=cache.ci95.measured_process,
         over=cache.over,
         nbytes=first.artifact.nbytes,
-        load_ms=_ms(summarize([r.samples.load_ns for r in timed if r.samples])),
-        ttft_ms=_ms(summarize(ttft)),
-        prefill_tok_s=rate.median if rate else None,
-        prefill_mad=rate.mad if rate else None,
-        decode_tok_s=speed.median if speed else None,
-        decode_mad=speed.mad if speed else None,
-        tpot_ms=_ms(summarize(tpot)),
+        load_ms=_ms([r.samples.load_ns for r in timed if r.samples]),
+        ttft_ms=_ms(ttft),
+        prefill_tok_s=percentile(rate, 50),
+        prefill_ci95=process_interval(rate),
+        prefill_by_process=rate,
+        decode_tok_s=percentile(speed, 50),
+        decode_ci95=process_interval(speed),
+        decode_by_process=speed,
+        step_bytes=step,
+        limit_tok_s=bound,
+        limit_share=speed_share(percentile(speed, 50), bound),
+        tpot_ms=_ms(tpot),
         itl_p50_ms=percentile(itl, 50),
         itl_p90_ms=percentile(itl, 90),
         itl_p95_ms=percentile(itl, 95),
@@ -150,6 +179,9 @@ def _row(
         anon_prefill=_anon(prefill_memory, "after_prefill"),
         anon_decode=_anon(decode_memory, "after_decode"),
         peak_rss=max(peaks, default=None),
+        perplexity=quality.get("perplexity"),
+        perplexity_stderr=quality.get("perplexity_stderr"),
+        unstable=next((r.unstable for r in group if r.unstable), None),
         status=_worst(r.status for r in group),
         sha256=first.artifact.sha256,
     )
@@ -159,13 +191,55 @@ def _repetitions(result: BenchResult) -> tuple[tuple[int, ...], ...]:
     return result.samples.repetitions if result.samples else ()
 
 
+def ttft_ns(result: BenchResult) -> list[int]:
+    """Time to the first token of each repetition; empty without a prompt."""
+    return [rep[0] for rep in _repetitions(result)] if result.workload.n_prompt else []
+
+
+def tpot_ns(result: BenchResult) -> list[float]:
+    """(t_last - t_first) / (n - 1) of each repetition; empty with fewer than two tokens timed."""
+    return [(rep[-1] - rep[0]) / (len(rep) - 1) for rep in _repetitions(result) if len(rep) > 1]
+
+
+def itl_ns(result: BenchResult) -> list[int]:
+    """Every gap between two tokens, all repetitions together."""
+    return [b - a for rep in _repetitions(result) for a, b in itertools.pairwise(rep)]
+
+
+def _limit(decode: Sequence[BenchResult], cache: BytesPerToken) -> tuple[int | None, float | None]:
+    """(bytes a decode step reads at least, tokens per second at which that fills the step)."""
+    if not decode or (weights := decode[0].artifact.step_weight_bytes) is None:
+        return None, None
+    w = decode[0].workload
+    # The gaps that TPOT averages end with steps that see depth + prompt + 2 ... + n_gen tokens.
+    tokens = w.n_depth + w.n_prompt + (w.n_gen + (1 if w.n_prompt else 2)) / 2
+    step = round(weights + tokens * cache.formula)
+    known = next((r.conditions.read_bandwidth for r in decode if r.conditions.read_bandwidth), None)
+    rate = limit(known, w.n_threads, step)
+    return step, None if rate is None else rate / step
+
+
+def speed_share(speed: float | None, bound: float | None) -> float | None:
+    return None if speed is None or not bound else speed / bound
+
+
+def device_label(device: Device) -> str:
+    """``AMD EPYC, 2 CPUs, Linux x86_64``; a phone by its model and system-on-chip."""
+    what = device.model or device.cpu_model or "unknown CPU"
+    parts = [what, device.soc, f"{device.cpu_count} CPUs" if device.cpu_count else None]
+    parts.append(f"{device.os_version or device.system} {device.machine}")
+    kind = "" if device.kind == "local" else f"{device.kind}: "
+    return kind + ", ".join(p for p in parts if p) + " (emulated)" * device.emulated
+
+
 def _anon(memory: Memory | None, stage: str) -> int | None:
     found: Snapshot | None = getattr(memory, stage, None)
     return found.anonymous + found.swap if found else None
 
 
-def _ms(summary: Summary | None) -> float | None:
-    return summary.median / 1e6 if summary else None
+def _ms(values: Sequence[float]) -> float | None:
+    middle = percentile(values, 50)
+    return None if middle is None else middle / 1e6
 
 
 def _worst(statuses: Iterable[str]) -> str:
@@ -173,10 +247,10 @@ def _worst(statuses: Iterable[str]) -> str:
 
 
 def one_per_bundle(rows: Sequence[Row]) -> list[Row]:
-    """The row of each bundle with the fewest threads and the least depth."""
-    first: dict[str, Row] = {}
+    """The row of each bundle and device with the fewest threads and the least depth."""
+    first: dict[tuple[str, str], Row] = {}
     for row in rows:
-        first.setdefault(row.sha256, row)
+        first.setdefault((row.sha256, row.device), row)
     return list(first.values())
 
 
@@ -186,7 +260,8 @@ def ratios(rows: Sequence[Row], results: Sequence[BenchResult]) -> list[Ratio]:
     found = []
     bundles = [r for r in one_per_bundle(rows) if not r.interpreted]
     for row, other in itertools.permutations(bundles, 2):
-        if row.backend != other.backend or row.dtype != other.dtype or other.layout != "separate":
+        alike = all(getattr(row, f) == getattr(other, f) for f in ("backend", "dtype", "device"))
+        if not alike or row.weights != other.weights or other.layout != "separate":
             continue
         mine, theirs = specs[row.sha256], specs[other.sha256]
         if row.layout == "shared" and mine == theirs and row.name == other.name:

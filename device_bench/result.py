@@ -19,7 +19,8 @@ from device_bench.workload import Workload
 from edgeqkv.errors import SpecError
 from edgeqkv.spec import ModelSpec
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+READS = (1, 2)  # 2 only adds fields, each with a default
 STATUSES = ("ok", "invalid", "failed")
 
 
@@ -36,7 +37,8 @@ class ModelFacts:
 class ArtifactInfo:
     """The bundle that ran. nbytes: the model's own files. sha256: of its manifest.json, which
     holds the sha256 of every other file. engine and interpreted are null when it never loaded;
-    interpreted true means that its timings say nothing about the real runtime."""
+    interpreted true means that its timings say nothing about the real runtime. step_weight_bytes:
+    what one decode step reads of the weights at least."""
 
     name: str
     backend: str
@@ -48,6 +50,7 @@ class ArtifactInfo:
     details: Mapping[str, Any]
     engine: str | None
     interpreted: bool | None
+    step_weight_bytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,9 +163,11 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class BenchResult:
-    """One configuration of one bundle: what ran, where, and everything measured. run_id names the
-    sweep. status invalid: a measurement contradicts formula or declaration; failed: the
-    configuration did not run to its end; reason says why. quality: from an evaluation, else null."""
+    """One process of one configuration of one bundle: what ran, where, and everything measured.
+    run_id names the sweep. status invalid: a measurement contradicts formula or declaration;
+    failed: the configuration did not run to its end; reason says why. memory: of the first process
+    only. quality: from an evaluation, else null. unstable: which limit of the conditions was still
+    broken after the last attempt; discarded: the samples of the attempts before it."""
 
     schema_version: int
     run_id: str
@@ -177,6 +182,8 @@ class BenchResult:
     samples: Samples | None
     memory: Memory | None
     quality: Mapping[str, Any] | None = None
+    unstable: str | None = None
+    discarded: tuple[Samples, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -185,9 +192,10 @@ class BenchResult:
     def from_dict(data: Any) -> BenchResult:
         """The inverse of :meth:`to_dict` after a trip through JSON; SpecError names what is wrong."""
         version = data.get("schema_version") if isinstance(data, dict) else None
-        if version != SCHEMA_VERSION:
+        if version not in READS:
             raise SpecError(
-                f"not a bench result: schema_version is {version!r}, this edgeqkv reads {SCHEMA_VERSION}"
+                f"not a bench result: schema_version is {version!r}, this edgeqkv reads "
+                f"{' and '.join(map(str, READS))}"
             )
         result: BenchResult = build(BenchResult, data, "result")
         if result.status not in STATUSES:
@@ -196,7 +204,7 @@ class BenchResult:
 
     @property
     def configuration(self) -> tuple[Any, ...]:
-        """What makes two lines the same measurement: --resume skips it, compare folds it."""
+        """What makes two lines the same measurement, which --resume skips."""
         where = (self.device.kind, self.device.id, self.conditions.engine)
         return (self.artifact.sha256, *self.workload.sizes, *where)
 
@@ -205,7 +213,7 @@ def schema() -> dict[str, Any]:
     """The JSON Schema of one line; ``python -m device_bench.result`` writes it to the package."""
     about = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "edgeqkv bench"}
     found = json_schema(BenchResult)
-    found["properties"]["schema_version"] = {"const": SCHEMA_VERSION}
+    found["properties"]["schema_version"] = {"enum": list(READS)}
     found["properties"]["status"] = {"enum": list(STATUSES)}
     return {**about, **found}
 

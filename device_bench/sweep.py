@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from device_bench.conditions import Conditions, Device
+from device_bench.conditions import Bandwidth, Conditions, Device
 from device_bench.devices import Transport
 from device_bench.jobs import JobFailed, run_job
 from device_bench.memory import slope_depths, tokens_per_page
@@ -24,6 +24,7 @@ from device_bench.result import (
     Samples,
 )
 from device_bench.schema import build
+from device_bench.stability import ATTEMPTS, NO_LIMITS, Limits
 from device_bench.stats import theil_sen
 from device_bench.workload import Workload
 from edgeqkv.artifact import MANIFEST, Artifact, file_entry, read_artifact
@@ -165,38 +166,69 @@ def _job(name: str, bundle: Bundle, workload: Workload) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What the processes of one configuration brought back. reason: why they did not finish."""
+    """What the processes of one configuration brought back. reason: why they did not finish.
+    unstable, discarded: as in BenchResult."""
 
     samples: Samples | None = None
     engine: str | None = None
     interpreted: bool | None = None
     memory: Memory | None = None
     reason: str | None = None
+    unstable: str | None = None
+    discarded: tuple[Samples, ...] = ()
 
 
 def run_configuration(
     device: Transport,
     bundle: Bundle,
     workload: Workload,
+    limits: Limits,
     *,
     with_memory: bool,
     timeout_s: float | None,
-) -> Outcome:
-    """Time in one process, memory in another; a failure is an outcome."""
-    try:
-        timed = device.run(_job("time", bundle, workload), timeout_s)
-    except JobFailed as e:
-        return Outcome(reason=str(e))
-    samples = build(Samples, timed["samples"], "samples")
-    outcome = Outcome(samples, timed["engine"], timed["interpreted"])
-    if not with_memory or outcome.interpreted or device.no_memory:
-        return outcome
+) -> tuple[Conditions, Outcome]:
+    """Time in one process, again while it breaks a limit, and memory in another; a failure is an
+    outcome."""
+    discarded: list[Samples] = []
+    while True:
+        limits.wait(lambda: device.conditions(workload.n_threads).temperature_c)
+        state, outcome = _timed(device, bundle, workload, limits, timeout_s)
+        if not outcome.unstable or outcome.samples is None or len(discarded) + 1 == ATTEMPTS:
+            break
+        discarded.append(outcome.samples)
+    state = dataclasses.replace(state, attempts=len(discarded) + 1)
+    outcome = dataclasses.replace(outcome, discarded=tuple(discarded))
+    skipped = not with_memory or outcome.interpreted or device.no_memory
+    if skipped or outcome.samples is None:
+        return state, outcome
     try:
         found = device.run(_job("memory", bundle, workload), timeout_s)
     except JobFailed as e:
-        return dataclasses.replace(outcome, reason=f"memory pass: {e}")
+        return state, dataclasses.replace(outcome, reason=f"memory pass: {e}")
     usage = None if found is None else build(Memory, found, "memory")
-    return dataclasses.replace(outcome, memory=usage)
+    return state, dataclasses.replace(outcome, memory=usage)
+
+
+def _timed(
+    device: Transport,
+    bundle: Bundle,
+    workload: Workload,
+    limits: Limits,
+    timeout_s: float | None,
+) -> tuple[Conditions, Outcome]:
+    """One process on the clock, and the state of the device around it."""
+    state = device.conditions(workload.n_threads)
+    state = dataclasses.replace(state, max_cv=limits.max_cv, max_temp_c=limits.max_temp_c)
+    try:
+        timed = device.run(_job("time", bundle, workload), timeout_s)
+    except JobFailed as e:
+        return state, Outcome(reason=str(e))
+    samples = build(Samples, timed["samples"], "samples")
+    after = device.conditions(workload.n_threads).temperature_c
+    state = dataclasses.replace(state, temperature_after_c=after)
+    hottest = max((t for t in (state.temperature_c, after) if t is not None), default=None)
+    unstable = None if timed["interpreted"] else limits.broken(samples, hottest)
+    return state, Outcome(samples, timed["engine"], timed["interpreted"], unstable=unstable)
 
 
 def assemble(
@@ -236,6 +268,8 @@ def assemble(
         workload=workload,
         samples=outcome.samples,
         memory=outcome.memory,
+        unstable=outcome.unstable,
+        discarded=outcome.discarded,
     )
 
 
@@ -252,7 +286,21 @@ def _artifact_info(bundle: Bundle, engine: str | None, interpreted: bool | None)
         details=artifact.details,
         engine=engine,
         interpreted=interpreted,
+        step_weight_bytes=step_weight_bytes(artifact),
     )
+
+
+def step_weight_bytes(artifact: Artifact) -> int:
+    """Bytes of weights that one decode step reads at least, as the bundle's recipe stores them.
+
+    Every matrix that is multiplied and every vector; of the two tables that a token is looked up in
+    one row each, which rounds to nothing, unless the output layer is tied to the first.
+    """
+    spec, recipe = artifact.model, artifact.quantisation.recipe
+    looked_up = ["wpe"] if spec.tie_word_embeddings else ["wpe", "wte"]
+    shapes = spec.parameter_shapes()
+    tables = [recipe.rule_for(t).nbytes(shapes[f"{t}.weight"]) for t in looked_up]
+    return recipe.weight_bytes(spec) - sum(tables)
 
 
 def run_sweep(
@@ -263,6 +311,8 @@ def run_sweep(
     run_id: str,
     with_memory: bool,
     timeout_s: float | None,
+    limits: Limits = NO_LIMITS,
+    bandwidth: tuple[Bandwidth, ...] | None = None,
     earlier: Sequence[BenchResult] = (),
     finished: Callable[[BenchResult], None],
 ) -> None:
@@ -270,21 +320,31 @@ def run_sweep(
     machine = device.describe()
     where = (machine.kind, machine.id, device.engine)
     done = {r.configuration for r in earlier}
-    caches = _known_caches([r for r in earlier if r.configuration[-3:] == where])
+    here = [r for r in earlier if r.configuration[-3:] == where]
+    caches = _known_caches(here)
+    untimed = {r.artifact.sha256 for r in here if r.artifact.interpreted}
     for index, workload in plan:
         bundle = bundles[index]
         if (configuration := (bundle.sha256, *workload.sizes, *where)) in done:
             continue
+        if workload.process and bundle.sha256 in untimed:
+            continue  # an interpreter's time says nothing, however often it is taken
         done.add(configuration)
-        state = device.conditions(workload.n_threads)
-        outcome = run_configuration(
-            device, bundle, workload, with_memory=with_memory, timeout_s=timeout_s
+        state, outcome = run_configuration(
+            device,
+            bundle,
+            workload,
+            limits,
+            with_memory=with_memory and workload.process == 0,
+            timeout_s=timeout_s,
         )
         if with_memory and bundle.sha256 not in caches and outcome.interpreted is not None:
             one = dataclasses.replace(workload, n_threads=1)  # a thread pool's stacks are no cache
             caches[bundle.sha256] = measure_cache(
                 device, bundle, one, interpreted=outcome.interpreted, timeout_s=timeout_s
             )
+        if outcome.interpreted:
+            untimed.add(bundle.sha256)
         figures = caches.get(bundle.sha256) or BytesPerToken(
             formula(bundle.artifact), reason="not asked for, or the bundle never ran"
         )
@@ -294,7 +354,7 @@ def run_sweep(
                 workload,
                 outcome,
                 machine=machine,
-                state=state,
+                state=dataclasses.replace(state, read_bandwidth=bandwidth),
                 figures=figures,
                 run_id=run_id,
             )

@@ -8,11 +8,14 @@ import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from device_bench.compare import Comparison
 from device_bench.figures import Row, fold, one_per_bundle, ratios
 from device_bench.result import BenchResult
+from device_bench.stability import warnings
 from edgeqkv.console import print_table
 
 INTERPRETED = "interpreted"
+VERDICTS = {True: "REGRESSION", False: "ok", None: "not judged"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +66,20 @@ _SPEED: tuple[Column, ...] = (
     ("TTFT\nms", lambda r: short(r.ttft_ms)),
     ("prefill\ntok/s", lambda r: short(r.prefill_tok_s)),
     ("decode\ntok/s", lambda r: INTERPRETED if r.interpreted else short(r.decode_tok_s)),
-    ("+-\n%", lambda r: percent(r.decode_mad, r.decode_tok_s)),
+    ("95 %\n+-%", lambda r: half_width(r.decode_ci95, r.decode_tok_s)),
+    ("limit\n%", lambda r: percent(r.limit_share, 1)),
     ("ITL ms\np50", lambda r: short(r.itl_p50_ms)),
     ("\np95", lambda r: short(r.itl_p95_ms)),
     ("\np99", lambda r: short(r.itl_p99_ms)),
+)
+_QUALITY: tuple[Column, ...] = (
+    *_WHO,
+    ("weights", lambda r: r.weights),
+    ("cache", lambda r: r.dtype),
+    ("bytes/\ntoken", lambda r: r.formula),
+    ("file\nMiB", lambda r: mib(r.nbytes)),
+    ("perplexity", lambda r: short(r.perplexity)),
+    ("+-", lambda r: short(r.perplexity_stderr)),
 )
 
 
@@ -92,6 +105,13 @@ def percent(part: float | None, whole: float | None) -> float | None:
     return None if part is None or not whole else round(100 * part / whole, 1)
 
 
+def half_width(ci95: tuple[float, float] | None, value: float | None) -> float | None:
+    """The farther end of an interval, in percent of the value."""
+    if ci95 is None or not value:
+        return None
+    return percent(max(ci95[1] - value, value - ci95[0]), value)
+
+
 def tables(results: Sequence[BenchResult]) -> list[Table]:
     """One row per bundle; the same against each other; and every depth and thread count."""
     rows = fold(results)
@@ -111,9 +131,24 @@ def tables(results: Sequence[BenchResult]) -> list[Table]:
         made.append(Table("Ratios (bytes per token, memory, speed)", columns, cells))
     if any(r.measured_process is not None for r in bundles):
         made.append(_table("Memory: slopes, and what the process holds", _MEMORY, bundles))
-    if len(rows) > len(bundles):
+    if any(r.perplexity is not None for r in bundles):
+        made.append(_table("Quality, from `edgeqkv eval`", _QUALITY, bundles))
+    if len(rows) > len(bundles) or any(r.decode_ci95 or r.limit_share for r in rows):
         made.append(_table("Speed by threads and depth", _SPEED, rows))
     return made
+
+
+def comparison_table(found: Sequence[Comparison], limit: float | None) -> Table:
+    """The ratios to a baseline; with a limit, which of them are regressions."""
+    columns = ["bundle", "against", "test", "figure", "value", "base", "ratio", "95 % of ratio"]
+    rows: list[list[object]] = []
+    for c in found:
+        ends = None if c.ci95 is None else f"{c.ci95[0]:.3f} - {c.ci95[1]:.3f}"
+        cells = [c.who, c.against, c.test, c.figure, short(c.value), short(c.base)]
+        verdict = [] if limit is None else [VERDICTS[c.regressed(limit)]]
+        rows.append([*cells, _two(c.ratio), ends, *verdict])
+    title = "Against the baseline" + (f", limit {limit:.1%}" if limit is not None else "")
+    return Table(title, (*columns, *([""] if limit is not None else [])), rows)
 
 
 def _table(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> Table:
@@ -144,18 +179,8 @@ def problems(results: Sequence[BenchResult]) -> list[str]:
         for r in results
         if r.status == "ok" and r.cache.bytes_per_token.reason
     }
-    loaded = [r for r in results if _overloaded(r)]
-    if loaded:
-        lines.append(
-            f"warning: more runnable processes than CPUs during {len(loaded)} of {len(results)} "
-            "configurations; their timings will not repeat"
-        )
-    return [*dict.fromkeys(lines), *gaps]
-
-
-def _overloaded(result: BenchResult) -> bool:
-    load, cpus = result.conditions.load_average_1m, result.device.cpu_count
-    return load is not None and cpus is not None and load > cpus
+    doubts = [f"warning: {line}" for line in warnings(results, fold(results))]
+    return [*dict.fromkeys(lines), *gaps, *doubts]
 
 
 def describe(result: BenchResult) -> str:
@@ -166,9 +191,9 @@ def describe(result: BenchResult) -> str:
     return f"{who} {w.label}, {threads}"
 
 
-def print_results(results: Sequence[BenchResult]) -> None:
+def print_results(results: Sequence[BenchResult], more: Sequence[Table] = ()) -> None:
     """Everything that ``compare`` shows, on stdout."""
-    for i, table in enumerate(tables(results)):
+    for i, table in enumerate([*tables(results), *more]):
         if i:
             print()
         print_table(table.columns, table.rows, title=table.title, gap=1)
@@ -177,9 +202,9 @@ def print_results(results: Sequence[BenchResult]) -> None:
         print("\n".join(found))
 
 
-def markdown(results: Sequence[BenchResult]) -> str:
+def markdown(results: Sequence[BenchResult], more: Sequence[Table] = ()) -> str:
     parts = []
-    for table in tables(results):
+    for table in [*tables(results), *more]:
         lines = [_line(" ".join(c.split()) for c in table.columns)]
         lines.append(_line("---" for _ in table.columns))
         lines += [_line("-" if c is None else str(c) for c in row) for row in table.rows]

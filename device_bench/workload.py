@@ -128,7 +128,8 @@ def expand(
     if not tests:
         raise UsageError("nothing to run: both -p and -n are 0, and there is no -pg")
     one_round = list(itertools.product(range(bundles), tests, depths, threads))
-    draw, plan = random.Random(seed), []
+    draw = random.Random(seed)
+    plan: list[tuple[int, Workload]] = []
     for process in range(processes):
         for bundle, (p, n), depth, t in draw.sample(one_round, len(one_round)):
             workload = Workload(p, n, depth, t, repetitions, 1, seed, len(plan), process)

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from device_bench.conditions import Bandwidth
     from device_bench.devices import Transport
     from device_bench.result import BenchResult
+    from device_bench.stability import Limits
     from device_bench.sweep import Bundle
     from device_bench.workload import Workload
 
@@ -26,14 +28,35 @@ def run(
         typer.Option("-pg", metavar="P,N", help="Prefill P, then decode N; repeatable."),
     ] = None,
     n_depth: Annotated[str, typer.Option("-d", "--n-depth", help="Context held before.")] = "0",
-    repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1)] = 5,
+    repetitions: Annotated[
+        int, typer.Option("-r", "--repetitions", min=1, help="In each process.")
+    ] = 3,
+    processes: Annotated[
+        int,
+        typer.Option(min=1, help="Of each configuration; intervals are over processes."),
+    ] = 3,
     threads: Annotated[str, typer.Option("-t", "--threads")] = "1",
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="FILE.jsonl, a line as each finishes.")
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            help=".jsonl: a line as each process finishes, nothing is lost. .md, .csv, .json: written whole at the end.",
+        ),
     ] = None,
     timeout: Annotated[
         float | None, typer.Option(min=0.1, help="Seconds a process may take.")
     ] = None,
+    max_cv: Annotated[
+        str | None,
+        typer.Option(metavar="5%", help="Run a process again whose repetitions vary by more."),
+    ] = None,
+    max_temp_c: Annotated[
+        float | None,
+        typer.Option("--max-temp-c", help="Wait until cooler; run again what got hotter."),
+    ] = None,
+    cooldown: Annotated[float, typer.Option(min=0, help="Seconds of rest before a process.")] = 0,
     resume: Annotated[bool, typer.Option(help="Skip what -o FILE holds already.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace -o FILE.")] = False,
     memory: Annotated[bool, typer.Option(help="Measure memory, in processes of its own.")] = True,
@@ -60,6 +83,8 @@ def run(
 
     A configuration that fails becomes a line with its reason, and the sweep goes on. Exits with
     status 5 when a measurement contradicts the formula or the artifact, 1 when nothing succeeded.
+    Results go to stdout, progress to stderr. Three runs that break --max-cv or --max-temp-c leave a
+    line marked unstable.
 
     Example: edgeqkv bench OUT/onnx OUT/executorch -p 128 -n 32 -d 0,512 -r 5 -t 1,2 -o results.jsonl
     """
@@ -68,6 +93,7 @@ def run(
 
     from device_bench.baselines import resolve, write_baselines
     from device_bench.devices import open_transports
+    from device_bench.stability import Limits, parse_share
     from device_bench.sweep import open_bundle
     from device_bench.workload import expand, parse_counts, parse_pair
     from edgeqkv.errors import UsageError
@@ -78,6 +104,9 @@ def run(
         return
     if not bundles:
         raise UsageError("no bundle given; name one or more, or give --self-test")
+    limits = Limits(parse_share(max_cv, "--max-cv") if max_cv else None, max_temp_c, cooldown)
+    if limits.max_cv is not None and repetitions < 2:
+        raise UsageError("--max-cv needs 2 repetitions or more in a process; give -r 3")
     sources = resolve(bundles, baseline_tool)
     plan = expand(
         parse_counts(n_prompt, "-p"),
@@ -87,18 +116,20 @@ def run(
         repetitions=repetitions,
         seed=seed,
         bundles=len(sources),
+        processes=processes,
         pairs=[parse_pair(text) for text in pairs or []],
     )
     earlier = _prepare(output, resume, overwrite)
     with tempfile.TemporaryDirectory(prefix="edgeqkv-baseline-") as folder:
         opened = [open_bundle(path) for path in write_baselines(sources, Path(folder))]
         devices = open_transports(device or ["local"], engine)
-        results = _sweep(devices, opened, plan, output, earlier, memory, timeout)
+        results = _sweep(devices, opened, plan, output, earlier, memory, timeout, limits)
     _report(results, as_json)
 
 
 def _prepare(output: Path | None, resume: bool, overwrite: bool) -> list[BenchResult]:
     """Check -o before hours are spent; the results it holds when resuming."""
+    from device_bench.output import check_suffix
     from device_bench.result import cut_partial_line, read_results
     from edgeqkv.console import note
     from edgeqkv.errors import UsageError
@@ -107,21 +138,22 @@ def _prepare(output: Path | None, resume: bool, overwrite: bool) -> list[BenchRe
         if resume:
             raise UsageError("--resume needs -o FILE.jsonl, the file to go on with")
         return []
-    if output.suffix != ".jsonl":
-        raise UsageError(
-            f"-o is {output}; it must end in .jsonl (`edgeqkv compare` makes Markdown and CSV of it)"
-        )
+    check_suffix(output, (".jsonl", ".json", ".csv", ".md"))
+    if resume and output.suffix != ".jsonl":
+        raise UsageError(f"--resume needs -o FILE.jsonl, -o is {output}")
     earlier: list[BenchResult] = []
     if output.exists() and output.stat().st_size and not overwrite:
         if not resume:
-            raise UsageError(f"{output} exists; give --resume to go on with it, or --overwrite")
+            go_on = "--resume to go on with it, or " if output.suffix == ".jsonl" else ""
+            raise UsageError(f"{output} exists; give {go_on}--overwrite")
         earlier, warning = read_results(output)
         if warning:
             note(warning)
             cut_partial_line(output)
     else:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_bytes(b"")
+        if output.suffix == ".jsonl":
+            output.write_bytes(b"")
     return earlier
 
 
@@ -133,10 +165,12 @@ def _sweep(
     earlier: list[BenchResult],
     memory: bool,
     timeout: float | None,
+    limits: Limits,
 ) -> list[BenchResult]:
     """Run what is missing; the results of the plan, earlier ones included."""
     import uuid
 
+    from device_bench.output import render, write_whole
     from device_bench.result import append_result
     from device_bench.sweep import run_sweep
     from edgeqkv.console import note, progress
@@ -149,11 +183,13 @@ def _sweep(
     }
     results = [r for r in earlier if r.configuration in planned]
     run_id = uuid.uuid4().hex[:12]
+    bandwidth = _bandwidth(plan) if memory else None
+    lines = output is not None and output.suffix == ".jsonl"
     with progress(len(planned) - len(results), "bench") as advance:
 
         def finished(result: BenchResult) -> None:
             results.append(result)
-            if output is not None:
+            if output is not None and lines:
                 append_result(output, result)
             threads = f"{result.workload.n_threads} thread{'s' * (result.workload.n_threads > 1)}"
             name = f"{result.artifact.backend} {result.model.label} {result.cache.layout}"
@@ -161,7 +197,7 @@ def _sweep(
             advance(f"{name} {result.workload.label}, {threads}{outcome}")
 
         try:
-            for device in devices:
+            for device, (machine, _) in zip(devices, machines, strict=True):
                 run_sweep(
                     device,
                     bundles,
@@ -169,17 +205,40 @@ def _sweep(
                     run_id=run_id,
                     with_memory=memory,
                     timeout_s=timeout,
+                    limits=limits,
+                    bandwidth=bandwidth if machine.kind == "local" else None,
                     earlier=earlier,
                     finished=finished,
                 )
         except KeyboardInterrupt:
             if output is not None:
-                note(f"{len(results)} of {len(planned)} are in {output}; go on with --resume")
+                go_on = "; go on with --resume" if lines else ""
+                note(f"{len(results)} of {len(planned)} are in {output}{go_on}")
             raise
         finally:
             for device in devices:
                 device.close()
+            if output is not None and not lines and results:
+                write_whole(output, render(results, output.suffix))
     return results
+
+
+def _bandwidth(plan: list[tuple[int, Workload]]) -> tuple[Bandwidth, ...] | None:
+    """How fast this machine reads memory, with as many threads as will decode; None if none will."""
+    import os
+
+    from device_bench.conditions import Bandwidth
+    from device_bench.jobs import JobFailed, run_job
+    from device_bench.schema import build
+
+    threads = sorted({1, os.cpu_count() or 1, *(w.n_threads for _, w in plan if w.n_gen)})
+    if not any(w.n_gen for _, w in plan):
+        return None
+    try:
+        rows = run_job({"pass": "bandwidth", "threads": threads}, timeout_s=60)
+    except JobFailed:
+        return None
+    return tuple(build(Bandwidth, row, "bandwidth") for row in rows)
 
 
 def _report(results: list[BenchResult], as_json: bool) -> None:
@@ -203,6 +262,7 @@ def _self_test(seed: int, timeout: float | None, as_json: bool) -> None:
 
     from device_bench import self_test
     from device_bench.devices import open_transports
+    from device_bench.stability import Limits
     from device_bench.sweep import open_bundle
     from device_bench.workload import expand
     from edgeqkv.console import print_json, print_table
@@ -212,7 +272,8 @@ def _self_test(seed: int, timeout: float | None, as_json: bool) -> None:
         modes = ("growing", "static")
         opened = [open_bundle(self_test.write_bundle(Path(folder, m), m)) for m in modes]
         plan = expand([128], [32], [0], [1], repetitions=15, seed=seed, bundles=2)
-        results = _sweep(open_transports(["local"], None), opened, plan, None, [], True, timeout)
+        here = open_transports(["local"], None)
+        results = _sweep(here, opened, plan, None, [], True, timeout, Limits())
         checks = self_test.check_results(results)
     if as_json:
         print_json([{**dataclasses.asdict(c), "passed": c.passed} for c in checks])

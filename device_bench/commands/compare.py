@@ -1,53 +1,186 @@
-"""``edgeqkv compare``: the tables of results that ``bench`` wrote."""
+"""``edgeqkv compare``: results that ``bench`` wrote, side by side, against a baseline, as a report."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from device_bench.compare import Comparison
+    from device_bench.result import BenchResult
+
 
 def run(
-    files: Annotated[list[Path], typer.Argument(metavar="RESULTS.jsonl...")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="RESULTS.jsonl, and what `eval --json` printed."),
+    ],
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WORDS|FILE",
+            help="Ratios to a bundle, by words of its name, backend, variant, layout; or to the same rows of a file.",
+        ),
+    ] = None,
+    fail_on_regression: Annotated[
+        str | None,
+        typer.Option(metavar="5%", help="Exit with 6 when a figure is worse by more than this."),
+    ] = None,
+    mixed: Annotated[
+        bool, typer.Option(help="Take ratios across devices and conditions all the same.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="Write .html (the report), .md, .csv or .json."),
+    ] = None,
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[NAME=]SIZE", help="A device's memory, drawn into the report."),
+    ] = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print every row, unrounded.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print rows and ratios.")] = False,
 ) -> None:
-    """Bytes per token by formula, declaration and measurement, and speed, side by side.
+    """Bytes per token by formula, declaration and measurement, speed and quality, side by side.
 
-    Example: edgeqkv compare results.jsonl
+    A regression is a figure whose whole 95 % interval is worse than the baseline by more than the
+    limit: file bytes, bytes per token, prefill and decode speed. Exit status 6 then.
+
+    Example: edgeqkv compare results.jsonl --baseline "onnx QKV" -o report.html
     """
-    import dataclasses
-
-    from device_bench import figures, table
-    from device_bench.result import read_results
+    from device_bench import compare, figures, table
+    from device_bench.output import check_suffix
+    from device_bench.stability import parse_share
     from edgeqkv.console import note, print_json
-    from edgeqkv.errors import UsageError
+    from edgeqkv.errors import EXIT_REGRESSION, UsageError
 
     if as_markdown + as_csv + as_json > 1:
         raise UsageError("give one of --markdown, --csv and --json")
-    results = []
-    for path in files:
-        found, warning = read_results(path)
-        results += found
-        if warning:
-            note(warning)
-    if len(devices := {r.device for r in results}) > 1:
-        names = sorted({f"{d.system} {d.machine} {d.cpu_model}" for d in devices})
-        note(f"warning: results of {len(devices)} machines, not comparable: {'; '.join(names)}")
+    if output is not None:
+        check_suffix(output, (".md", ".csv", ".json"))
+    if fail_on_regression is not None and baseline is None:
+        raise UsageError("--fail-on-regression needs --baseline, what to be worse than")
+    limit = (
+        None
+        if fail_on_regression is None
+        else parse_share(fail_on_regression, "--fail-on-regression")
+    )
+    earlier_file = Path(baseline) if baseline is not None and Path(baseline).is_file() else None
+    results, earlier = _read(files, earlier_file)
+    if differences := compare.mixtures([*results, *earlier]):
+        if baseline is not None and not mixed:
+            raise UsageError(
+                f"not comparable: {' | '.join(differences)}; give --mixed to compare all the same"
+            )
+        note(f"warning: not comparable: {' | '.join(differences)}")
+    rows = figures.fold(results)
+    found: list[Comparison] = []
+    if earlier_file is not None:
+        found = compare.against_file(rows, figures.fold(earlier))
+    elif baseline is not None:
+        found = compare.against_bundle(rows, baseline)
+    more = [table.comparison_table(found, limit)] if baseline is not None else []
+    if output is not None:
+        _write(output, results, found, limit, budget or [])
     if as_json:
-        rows = figures.fold(results)
-        print_json(
-            {
-                "rows": [dataclasses.asdict(r) for r in rows],
-                "ratios": [dataclasses.asdict(r) for r in figures.ratios(rows, results)],
-                "problems": table.problems(results),
-            }
-        )
+        print_json(_data(results, found))
     elif as_markdown:
-        print(table.markdown(results))
+        print(table.markdown(results, more))
     elif as_csv:
         print(table.to_csv(results), end="")
+    elif output is None or output.suffix != ".html":
+        table.print_results(results, more)
+    if limit is not None:
+        _judge(found, limit)
+        if any(c.regressed(limit) for c in found):
+            raise typer.Exit(EXIT_REGRESSION)
+
+
+def _read(
+    files: Sequence[Path], earlier_file: Path | None
+) -> tuple[list[BenchResult], list[BenchResult]]:
+    """(results, those of the baseline file), with the quality that any of the files holds."""
+    from device_bench.quality import attach_quality, read_quality
+    from device_bench.result import read_results
+    from edgeqkv.console import note
+    from edgeqkv.errors import UsageError
+
+    results: list[BenchResult] = []
+    earlier: list[BenchResult] = []
+    evaluations = {}
+    others = [f for f in files if earlier_file is None or f.resolve() != earlier_file.resolve()]
+    for path in [*others, *([earlier_file] if earlier_file else [])]:
+        if (quality := read_quality(path)) is not None:
+            evaluations[path] = quality
+            continue
+        found, warning = read_results(path)
+        (earlier if path is earlier_file else results).extend(found)
+        if warning:
+            note(warning)
+    if not results:
+        raise UsageError(
+            "no results to compare; give the RESULTS.jsonl that `edgeqkv bench -o` wrote"
+        )
+    joined, lost = attach_quality(results, evaluations)
+    for line in lost:
+        note(f"warning: {line}")
+    return joined, earlier
+
+
+def _data(results: Sequence[BenchResult], found: Sequence[Comparison]) -> dict[str, object]:
+    """What ``--json`` prints."""
+    import dataclasses
+
+    from device_bench import figures, table
+
+    rows = figures.fold(results)
+    return {
+        "rows": [dataclasses.asdict(r) for r in rows],
+        "ratios": [dataclasses.asdict(r) for r in figures.ratios(rows, results)],
+        "baseline": [dataclasses.asdict(c) for c in found],
+        "problems": table.problems(results),
+    }
+
+
+def _write(
+    path: Path,
+    results: Sequence[BenchResult],
+    found: Sequence[Comparison],
+    limit: float | None,
+    budgets: Sequence[str],
+) -> None:
+    import json
+
+    from device_bench import table
+    from device_bench.output import render, write_whole
+
+    if path.suffix == ".md":
+        more = [table.comparison_table(found, limit)] if found else []
+        text = table.markdown(results, more) + "\n"
+    elif path.suffix == ".json":
+        text = json.dumps(_data(results, found), indent=2, allow_nan=False) + "\n"
     else:
-        table.print_results(results)
+        text = render(results, path.suffix)
+    write_whole(path, text)
+
+
+def _judge(found: Sequence[Comparison], limit: float) -> None:
+    """Say on stderr what is worse, and what could not be judged for want of processes."""
+    from edgeqkv.console import note
+
+    for c in found:
+        if c.regressed(limit) and c.worse_ci95 is not None:
+            low, high = c.worse_ci95
+            what = " ".join(part for part in (c.who, c.test, c.figure) if part)
+            note(
+                f"regression: {what}: {c.worse:+.1%} worse than {c.against} ({low:+.1%} to {high:+.1%})"
+            )
+    unknown = sorted({c.figure for c in found if c.regressed(limit) is None and c.worse > limit})
+    if unknown:
+        note(
+            f"warning: not judged, though worse by more than the limit, for want of an interval: "
+            f"{', '.join(unknown)}; more --processes give one"
+        )

@@ -229,7 +229,7 @@ def test_bench_flag_refusals(model_dir, tmp_path, cli):
 def test_bench_measures_the_baseline(model_dir, cli, optimum):
     """Like any bundle; the cache is the two full tensors that the formula says."""
     folder, _ = model_dir("q-mqa-long", max_position_embeddings=1024, **Q_MQA)
-    flags = ("-p", "0", "-n", "4", "-r", "2", "--json")
+    flags = ("-p", "0", "-n", "4", "-r", "2", "--processes", "1", "--json")
     out = cli("bench", folder, "--baseline-tool", "optimum", *flags, check=0)
     (line,) = json.loads(out.stdout)
     assert (line["status"], len(line["samples"]["repetitions"])) == ("ok", 2)

@@ -16,7 +16,8 @@ from device_bench.result import read_results
 from tests.device_bench import faulty
 
 linux = pytest.mark.skipif(not memory.supported(), reason="needs /proc/self/smaps_rollup")
-QUICK = ("-p", "16", "-n", "4", "-r", "2", "--seed", "1")
+ONE = ("--processes", "1")
+QUICK = ("-p", "16", "-n", "4", "-r", "2", "--seed", "1", *ONE)
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def test_every_way_to_fail_is_a_line_and_the_sweep_goes_on(cli, tmp_path, env):
     names = [*reasons, "fine"]
     bundles = [faulty.bundle(tmp_path / name, name) for name in names]
     out = tmp_path / "r.jsonl"
-    flags = ("-p", "16", "-n", "0", "-r", "2", "--no-memory", "--timeout", "8", "-o", out)
+    flags = ("-p", "16", "-n", "0", "-r", "2", "--no-memory", "--timeout", "8", "-o", out, *ONE)
     done = cli("bench", *bundles, *flags, env=env, check=0)
     results = {r.artifact.name: r for r in read_results(out)[0]}
     assert set(results) == set(names)
@@ -104,7 +105,7 @@ def test_measurements_are_complete(cli, tmp_path, env):
 )
 def test_a_contradiction_is_invalid_and_exits_5(cli, tmp_path, env, fault, words):
     bundle, out = faulty.bundle(tmp_path / "b", fault), tmp_path / "r.jsonl"
-    done = cli("bench", bundle, "-p", "8", "-n", "0", "-r", "1", "-o", out, env=env, check=5)
+    done = cli("bench", bundle, "-p", "8", "-n", "0", "-r", "1", *ONE, "-o", out, env=env, check=5)
     (result,) = read_results(out)[0]
     assert result.status == "invalid"
     assert words in result.reason
@@ -127,7 +128,7 @@ def test_a_contradiction_is_invalid_and_exits_5(cli, tmp_path, env, fault, words
 )
 def test_what_cannot_be_told_is_null_with_the_reason(cli, tmp_path, env, fault, changes, reason):
     bundle, out = faulty.bundle(tmp_path / "b", fault, **changes), tmp_path / "r.jsonl"
-    cli("bench", bundle, "-p", "8", "-n", "0", "-r", "1", "-o", out, env=env, check=0)
+    cli("bench", bundle, "-p", "8", "-n", "0", "-r", "1", *ONE, "-o", out, env=env, check=0)
     (result,) = read_results(out)[0]
     figures = result.cache.bytes_per_token
     assert result.status == "ok"
@@ -140,7 +141,7 @@ def test_what_cannot_be_told_is_null_with_the_reason(cli, tmp_path, env, fault, 
 
 def test_too_long_for_the_context_is_a_failed_line_and_exits_1_when_alone(cli, tmp_path, env):
     bundle, out = faulty.bundle(tmp_path / "b", "fine"), tmp_path / "r.jsonl"
-    cli("bench", bundle, "-p", "0", "-n", "9", "-d", "4090", "-o", out, env=env, check=1)
+    cli("bench", bundle, "-p", "0", "-n", "9", "-d", "4090", *ONE, "-o", out, env=env, check=1)
     (result,) = read_results(out)[0]
     assert result.status == "failed"
     assert "tg9 @ d4090 needs a context of 4099 tokens, the bundle holds 4096" in result.reason
@@ -148,7 +149,7 @@ def test_too_long_for_the_context_is_a_failed_line_and_exits_1_when_alone(cli, t
 
 def test_interrupt_keeps_what_is_finished_and_resume_runs_the_rest(cli, tmp_path, env):
     bundle, out = faulty.bundle(tmp_path / "b", "fine"), tmp_path / "r.jsonl"
-    flags = ["bench", bundle, "-p", "8-40+8", "-n", "0", "-r", "1", "--no-memory", "-o", out]
+    flags = ["bench", bundle, "-p", "8-40+8", "-n", "0", "-r", "1", *ONE, "--no-memory", "-o", out]
     process = _start([*flags, "--seed", "3"], env)
     _wait_for(lambda: out.exists() and out.read_bytes().count(b"\n") >= 2)
     process.send_signal(signal.SIGINT)
@@ -199,7 +200,10 @@ def _loaded(worker):
     ("flags", "words"),
     [
         ([], "no bundle given"),
-        (["B", "-o", "r.csv"], "must end in .jsonl"),
+        (["B", "-o", "r.html"], "must end in .jsonl, .json, .csv, .md"),
+        (["B", "-o", "r.csv", "--resume"], "--resume needs -o FILE.jsonl"),
+        (["B", "--max-cv", "few"], "--max-cv is 'few'; it must be a percentage"),
+        (["B", "--max-cv", "5%", "-r", "1"], "--max-cv needs 2 repetitions"),
         (["B", "--resume"], "--resume needs -o"),
         (["B", "-d", "9-1"], "runs backwards"),
         (["B", "-p", "0", "-n", "0"], "both -p and -n are 0"),
@@ -225,7 +229,7 @@ def test_a_damaged_bundle_stops_the_sweep_before_it_starts(cli, tmp_path, env):
 def test_a_backend_without_a_runner_is_a_failed_line(cli, tmp_path):
     bundle = self_test.write_bundle(tmp_path / "b", "growing", backend="unheard-of")
     out = tmp_path / "r.jsonl"
-    cli("bench", bundle, "-n", "0", "-r", "1", "-o", out, check=1)
+    cli("bench", bundle, "-n", "0", "-r", "1", *ONE, "-o", out, check=1)
     (result,) = read_results(out)[0]
     assert "no runner for backend 'unheard-of'" in result.reason
 

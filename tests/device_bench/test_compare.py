@@ -48,12 +48,15 @@ def test_lines_of_a_bundle_fold_into_rows(lines):
         assert row.measured_process - row.measured_cache == pytest.approx(1024)
 
 
-def test_several_runs_of_a_configuration_are_pooled(lines):
+def test_processes_count_the_same_however_many_repetitions_they_made(lines):
     slower = dataclasses.replace(
         lines[0], samples=dataclasses.replace(lines[0].samples, repetitions=((256_000,),) * 5)
     )
     (first, *_) = [r for r in fold([*lines, slower]) if r.layout == "shared"]
-    assert first.ttft_ms == pytest.approx(0.256)  # the median of 3 old and 5 new samples
+    assert first.ttft_ms == pytest.approx((0.128 + 0.256) / 2)
+    assert first.prefill_by_process == pytest.approx((1e6, 5e5))
+    low, high = first.prefill_ci95
+    assert low < 5e5 < 1e6 < high  # two processes say little
 
 
 def test_shared_is_half_of_separate(lines):
@@ -189,7 +192,7 @@ def test_machines_are_not_mixed_in_silence(cli, lines, tmp_path):
     other = dataclasses.replace(lines[0].device, cpu_model="Cortex-A76")
     append_result(path, lines[0])
     append_result(path, dataclasses.replace(lines[0], device=other))
-    assert "results of 2 machines, not comparable" in cli("compare", path, check=0).stderr
+    assert "warning: not comparable: 2 of device: " in cli("compare", path, check=0).stderr
 
 
 def test_a_crowded_machine_is_mentioned(cli, lines, tmp_path):

@@ -32,6 +32,17 @@ def test_round_trip(line):
     assert BenchResult.from_dict(_as_json(line)) == line
 
 
+def test_lines_of_version_1_still_load():
+    """Written by the code before version 2."""
+    results, warning = read_results(Path(__file__).parents[1] / "golden" / "result_v1.jsonl")
+    assert warning is None
+    assert [r.workload.label for r in results] == ["pp128", "tg4"]
+    for r in results:
+        assert (r.schema_version, r.workload.process, r.conditions.attempts) == (1, 0, 1)
+        assert r.conditions.read_bandwidth is r.artifact.step_weight_bytes is r.unstable is None
+        assert BenchResult.from_dict(_as_json(r)) == r
+
+
 def test_the_published_schema_is_the_dataclass_s():
     assert json.loads(PUBLISHED.read_text()) == schema(), "run: python -m device_bench.result"
 

@@ -181,5 +181,7 @@ def test_ratio_interval_by_hand():
     # log ratios: both sides have standard error s / sqrt(2) with 1 degree of freedom each, 2 together.
     mine, theirs = [math.e**0.1, math.e**0.3], [math.e**0.0, math.e**0.2]
     half = 4.303 * math.sqrt(0.02 / 2 * 2)
-    assert ratio_interval(mine, theirs) == pytest.approx((math.exp(0.1 - half), math.exp(0.1 + half)))
+    assert ratio_interval(mine, theirs) == pytest.approx(
+        (math.exp(0.1 - half), math.exp(0.1 + half))
+    )
     assert ratio_interval([2.0, 2.0], [1.0, 1.0]) == (2, 2)

@@ -1,0 +1,43 @@
+"""Files by their suffix, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from device_bench.result import BenchResult
+from device_bench.table import markdown, to_csv
+from edgeqkv.errors import UsageError
+
+
+def check_suffix(path: Path, allowed: Sequence[str]) -> None:
+    """Raises UsageError before any work is done for a file that could not be written."""
+    if path.suffix not in allowed:
+        raise UsageError(f"-o is {path}; it must end in {', '.join(allowed)}")
+    if path.is_dir():
+        raise UsageError(f"-o is {path}, which is a folder")
+
+
+def render(results: Sequence[BenchResult], suffix: str) -> str:
+    """Results as .md tables, .csv rows or a .json list of everything measured."""
+    if suffix == ".md":
+        return markdown(results) + "\n"
+    if suffix == ".csv":
+        return to_csv(results)
+    return json.dumps([r.to_dict() for r in results], indent=2, allow_nan=False) + "\n"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace ``path`` in one step, so that nobody ever reads half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8", newline="\n") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
