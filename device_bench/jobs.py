@@ -10,10 +10,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
 
 # The runtimes bring their own kernels; numpy's threads would only spin beside them (the interpreter
 # of Core ML programs took 16 s instead of 3 s beside another busy process).
@@ -35,38 +34,57 @@ def run_job(
         JobFailed: no value came.
     """
     with tempfile.TemporaryDirectory(prefix="edgeqkv-bench-") as folder:
-        job_path, result, log = (Path(folder, n) for n in ("job.json", "result.json", "log"))
+        job_path, result = Path(folder, "job.json"), Path(folder, "result.json")
         job_path.write_text(json.dumps(job), "utf-8")
         # -P: a folder called `export` where the user happens to stand must not shadow ours.
         command = [sys.executable, "-P", "-m", "device_bench.worker", str(job_path), str(result)]
-        with log.open("wb") as sink:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-                env={**os.environ, **_QUIET_BLAS, **(env or {})},
-                start_new_session=True,
-            )
-            late = threading.Event()
-            timer = threading.Timer(timeout_s or 0, _give_up, (process, late))
-            if timeout_s is not None:
-                timer.start()
-            try:
-                status = process.wait()
-            finally:
-                timer.cancel()
-                _kill(process)
-                process.wait()
-        output = log.read_text("utf-8", "replace")
-        if os.environ.get("EDGEQKV_TRACEBACK"):
-            sys.stderr.write(output)
-        if not result.exists():
-            raise JobFailed(_reason(status, output, timeout_s if late.is_set() else None))
-        outcome = json.loads(result.read_text("utf-8"))
-        if "error" in outcome:
-            raise JobFailed(outcome["error"])
-        return outcome["value"]
+        env = {**_QUIET_BLAS, **(env or {})}
+        return run_process(command, result, timeout_s=timeout_s, env=env)
+
+
+def run_process(
+    command: Sequence[str],
+    result: Path,
+    *,
+    timeout_s: float | None = None,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> Any:
+    """The value that ``command`` writes to ``result``, {"value": ...} or {"error": one line}.
+
+    Raises:
+        JobFailed: no value came.
+    """
+    log = result.with_name("log")
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            env={**os.environ, **(env or {})},
+            cwd=cwd,
+            start_new_session=True,
+        )
+        late = threading.Event()
+        timer = threading.Timer(timeout_s or 0, _give_up, (process, late))
+        if timeout_s is not None:
+            timer.start()
+        try:
+            status = process.wait()
+        finally:
+            timer.cancel()
+            _kill(process)
+            process.wait()
+    output = log.read_text("utf-8", "replace")
+    if os.environ.get("EDGEQKV_TRACEBACK"):
+        sys.stderr.write(output)
+    if not result.exists():
+        raise JobFailed(_reason(status, output, timeout_s if late.is_set() else None))
+    outcome = json.loads(result.read_text("utf-8"))
+    if "error" in outcome:
+        raise JobFailed(outcome["error"])
+    return outcome["value"]
 
 
 def _give_up(process: subprocess.Popen[bytes], late: threading.Event) -> None:

@@ -139,7 +139,7 @@ def _from_smaps(merged: Sequence[tuple[int, int]]) -> int | None:
     return total
 
 
-def tokens_per_page(cache: CacheSpec) -> int:
+def tokens_per_page(cache: CacheSpec, page: int = mmap.PAGESIZE) -> int:
     """Least number of tokens whose rows fill whole pages of every cache tensor.
 
     The finest contiguous runs are one head's rows, head_dim * itemsize bytes a token, and its scales.
@@ -147,16 +147,18 @@ def tokens_per_page(cache: CacheSpec) -> int:
     resident bytes grow by exactly the rows written, wherever the runs start.
     """
     rows = (cache.head_dim * cache.itemsize, cache.scale_itemsize)
-    return math.lcm(*(mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, row) for row in rows if row))
+    return math.lcm(*(page // math.gcd(page, row) for row in rows if row))
 
 
-def slope_depths(cache: CacheSpec, capacity: int, *, want: int = 8, least: int = 6) -> list[int]:
+def slope_depths(
+    cache: CacheSpec, capacity: int, *, want: int = 8, least: int = 6, page: int = mmap.PAGESIZE
+) -> list[int]:
     """Depths at which a growing cache is read, evenly apart, multiples of tokens_per_page.
 
     They span what makes the cache grow by 8 MiB, far above the process's noise, or the capacity.
     Empty when the capacity holds fewer than ``least`` of them.
     """
-    unit = tokens_per_page(cache)
+    unit = tokens_per_page(cache, page)
     units = capacity // unit
     if units < least or not cache.bytes_per_token:
         return []

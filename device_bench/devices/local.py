@@ -1,23 +1,31 @@
-"""This machine: a fresh Python process per job."""
+"""This machine: a fresh process per job, of Python or of the native runner."""
 
 from __future__ import annotations
 
+import dataclasses
+import mmap
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from device_bench import conditions
 from device_bench.devices import Transport
-from device_bench.jobs import run_job
-from device_bench.memory import WORKER_ENV, supported
-from edgeqkv.errors import UsageError
+from device_bench.jobs import JobFailed, run_job, run_process
+from device_bench.memory import METHOD, WORKER_ENV, supported
+from edgeqkv.errors import EdgeQKVError, UsageError
+
+_NO_PROC = "resident memory is read from /proc, which this system lacks"
 
 
 def open_devices(argument: str | None, engine: str | None) -> Sequence[Transport]:
     if argument is not None:
         raise UsageError(f"--device is local:{argument}; local takes nothing after a colon")
-    if engine not in (None, "python"):
-        raise UsageError(f"--engine is {engine!r}; allowed with --device local: python")
-    return [PythonHere()]
+    engines = {"python": PythonHere, "native": NativeHere}
+    if (engine or "python") not in engines:
+        allowed = ", ".join(engines)
+        raise UsageError(f"--engine is {engine!r}; allowed with --device local: {allowed}")
+    return [engines[engine or "python"]()]
 
 
 class PythonHere:
@@ -26,8 +34,7 @@ class PythonHere:
     engine = "python"
 
     def __init__(self) -> None:
-        lacking = "resident memory is read from /proc, which this system lacks"
-        self.no_memory = None if supported() else lacking
+        self.no_memory = None if supported() else _NO_PROC
 
     def describe(self) -> conditions.Device:
         return conditions.device()
@@ -41,3 +48,54 @@ class PythonHere:
 
     def close(self) -> None:
         pass
+
+
+class NativeHere:
+    """The C runner with the installed runtime's library: its memory is the runtime's alone."""
+
+    engine = "native"
+
+    def __init__(self) -> None:
+        self.no_memory = None if supported() else _NO_PROC
+
+    def describe(self) -> conditions.Device:
+        return conditions.device()
+
+    def conditions(self, threads: int) -> conditions.Conditions:
+        return dataclasses.replace(conditions.conditions(threads), python=None, engine=self.engine)
+
+    def run(self, job: Mapping[str, Any], timeout_s: float | None) -> Any:
+        from device_bench.native.build import build_here
+        from device_bench.native.job import JOB, check_supported, write_job
+        from edgeqkv.artifact import inside, read_artifact
+
+        bundle = Path(job["bundle"])
+        with tempfile.TemporaryDirectory(prefix="edgeqkv-native-") as folder:
+            try:
+                artifact = read_artifact(bundle, check_sha256=False)
+                check_supported(artifact, job["bundle"])
+                runner = build_here(artifact.backend)
+                model = str(inside(bundle, artifact.entry))
+                write_job(
+                    Path(folder),
+                    artifact,
+                    bundle,
+                    job,
+                    model=model,
+                    library=runner.library,
+                    page=mmap.PAGESIZE,
+                )
+            except EdgeQKVError as e:
+                raise JobFailed(str(e)) from None
+            result = Path(folder, "result.json")
+            command = [str(runner.program), JOB, result.name]
+            value = run_process(command, result, timeout_s=timeout_s, cwd=Path(folder))
+        return with_method(job, value)
+
+    def close(self) -> None:
+        pass
+
+
+def with_method(job: Mapping[str, Any], value: Any) -> Any:
+    """The native runner reads memory as ``device_bench.memory`` does; the line says so."""
+    return {**value, "method": METHOD} if job["pass"] == "memory" and value else value
