@@ -21,8 +21,9 @@ from edgeqkv.cache import CacheSpec
 
 METHOD = "/proc/self/smaps_rollup at the end of each stage; peak from VmHWM; no sampling"
 # glibc gives blocks of this size or more a mapping of their own, so that a cache which the runtime
-# allocates can be told from the rest of the heap, and freed memory goes back to the system at once.
-WORKER_ENV = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+# allocates can be told from the rest of the heap, and freed memory goes back to the system at once. Without top
+# padding: a block that fits the heap's spare end would be put there.
+WORKER_ENV = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
 
 _PROC = Path("/proc/self")
 _PR_SET_THP_DISABLE, _PR_SET_PDEATHSIG, _SIGKILL = 41, 1, 9
