@@ -43,7 +43,7 @@ def new_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     temporary = Path(tempfile.mkdtemp(prefix=prefix, suffix=".tmp", dir=target.parent))
     try:
         yield temporary
-        temporary.chmod(0o755)
+        _readable(temporary)
         if target.exists():
             old = Path(tempfile.mkdtemp(prefix=prefix, suffix=".old.tmp", dir=target.parent))
             target.rename(old / target.name)
@@ -54,6 +54,15 @@ def new_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _readable(folder: Path) -> None:
+    """Usual permissions: mkdtemp and some writers (safetensors) keep what they make to the owner."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in (folder, *folder.rglob("*")):
+        if not path.is_symlink():
+            path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
 
 
 def _remove_abandoned(target: Path) -> None:

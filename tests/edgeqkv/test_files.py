@@ -61,3 +61,16 @@ def test_a_killed_process_leaves_no_output_and_the_next_one_cleans_up(tmp_path):
     with new_folder(tmp_path / "out") as folder:
         (folder / "whole").touch()
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions as POSIX knows them")
+def test_what_is_written_may_be_read_as_the_umask_says(tmp_path):
+    before = os.umask(0o022)
+    try:
+        with new_folder(tmp_path / "out") as folder:
+            (folder / "sub").mkdir(mode=0o700)
+            (folder / "sub/a").touch(mode=0o600)
+    finally:
+        os.umask(before)
+    modes = [oct((tmp_path / "out" / p).stat().st_mode & 0o777) for p in (".", "sub", "sub/a")]
+    assert modes == ["0o755", "0o755", "0o644"]
