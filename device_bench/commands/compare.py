@@ -60,7 +60,7 @@ def run(
     if as_markdown + as_csv + as_json > 1:
         raise UsageError("give one of --markdown, --csv and --json")
     if output is not None:
-        check_suffix(output, (".md", ".csv", ".json"))
+        check_suffix(output, (".html", ".md", ".csv", ".json"))
     if fail_on_regression is not None and baseline is None:
         raise UsageError("--fail-on-regression needs --baseline, what to be worse than")
     limit = (
@@ -157,7 +157,11 @@ def _write(
     from device_bench import table
     from device_bench.output import render, write_whole
 
-    if path.suffix == ".md":
+    if path.suffix == ".html":
+        from device_bench.report import parse_budget, report
+
+        text = report(results, found, limit, [parse_budget(b) for b in budgets])
+    elif path.suffix == ".md":
         more = [table.comparison_table(found, limit)] if found else []
         text = table.markdown(results, more) + "\n"
     elif path.suffix == ".json":

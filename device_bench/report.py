@@ -1,0 +1,174 @@
+"""``edgeqkv compare -o report.html``: one self-contained page; the figures are in report_memory and report_speed.
+
+Everything that comes out of a result file is text: the template escapes it, svg.py escapes it, and
+the page's own policy lets no script run but the one in the template, and nothing load.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+from device_bench.compare import Comparison, mixtures
+from device_bench.figures import Row, device_label, fold, one_per_bundle
+from device_bench.report_memory import by_context, memory_points, per_token, stack
+from device_bench.report_parts import Section, colours_of, count, times
+from device_bench.report_speed import quality, speed
+from device_bench.result import BenchResult
+from device_bench.table import comparison_table, problems
+from edgeqkv.console import human_bytes
+from edgeqkv.errors import MissingDependencyError, UsageError
+from edgeqkv.estimate import parse_bytes
+
+# Sizes to see a cache against where no --budget names a device.
+BUDGETS = (("16 MiB", 16 << 20), ("256 MiB", 256 << 20), ("4 GiB", 4 << 30))
+
+
+@dataclasses.dataclass(frozen=True)
+class Headline:
+    """A number worth a large letter, and what it is."""
+
+    figure: str
+    what: str
+
+
+def parse_budget(text: str) -> tuple[str, int]:
+    """``512MiB`` or ``a watch=512MiB`` -> (label, bytes); raises UsageError."""
+    name, equals, size = text.rpartition("=")
+    nbytes = parse_bytes(size)
+    if nbytes < 1 or (equals and not name.strip()):
+        raise UsageError(f"--budget is {text!r}; examples: 512MiB, a watch=512MiB")
+    return (f"{name.strip()}, {human_bytes(nbytes)}" if name else human_bytes(nbytes)), nbytes
+
+
+def report(
+    results: Sequence[BenchResult],
+    found: Sequence[Comparison] = (),
+    limit: float | None = None,
+    budgets: Sequence[tuple[str, int]] = (),
+) -> str:
+    """The page. ``found``: ratios to a baseline, ``limit`` what counts as a regression."""
+    try:
+        from jinja2 import Environment, StrictUndefined
+        from markupsafe import Markup
+    except ImportError:
+        raise MissingDependencyError("the report needs jinja2: pip install 'jinja2>=3'") from None
+    folder = files("device_bench")
+    source, style, script = (
+        folder.joinpath(name).read_text("utf-8")
+        for name in ("report.html.j2", "report.css", "report.js")
+    )
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    rows = fold(results)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    drawn = sections(results, rows, budgets or BUDGETS)
+    return environment.from_string(source).render(
+        title=_title(rows),
+        headlines=headlines(rows),
+        sections=[{**vars(s), "svg": Markup(s.svg)} for s in drawn],
+        baseline=_baseline(found, limit),
+        doubts=problems(results),
+        mixtures=mixtures(results),
+        facts=_facts(results),
+        tools=_tools(results),
+        style=Markup(style),
+        script=Markup(script),
+        digest=digest,
+    )
+
+
+def sections(
+    results: Sequence[BenchResult], rows: Sequence[Row], budgets: Sequence[tuple[str, int]]
+) -> list[Section]:
+    """Those figures for which something was measured, in the order of the page."""
+    colours, points = colours_of(rows), memory_points(results)
+    made = (
+        per_token(rows, colours, points),
+        by_context(results, rows, colours, budgets, points),
+        speed(results, rows, colours),
+        stack(results, rows),
+        quality(results, rows, colours),
+    )
+    return [section for section in made if section is not None]
+
+
+def _title(rows: Sequence[Row]) -> str:
+    backends = sorted({r.backend for r in rows})
+    return "Memory per token and latency on " + " and ".join(backends)
+
+
+def headlines(rows: Sequence[Row]) -> list[Headline]:
+    """Three numbers at most, each only where it was measured."""
+    found = []
+    bundles = one_per_bundle(rows)
+    cached = sorted((r for r in bundles if r.formula and r.declared), key=lambda r: r.formula)
+    if cached and cached[-1].formula > cached[0].formula:
+        least, most = cached[0], cached[-1]
+        what = (
+            f"less cache: {count(least.formula)} B a token for {least.variant} {least.layout}, "
+            f"{count(most.formula)} for {most.variant} {most.layout}"
+        )
+        found.append(Headline(times(most.formula / least.formula), what))
+    measured = [r for r in bundles if r.measured_cache is not None]
+    if measured:
+        agree = sum(r.status == "ok" for r in measured)
+        what = "bundles whose formula, declaration and measurement agree within 3 %"
+        found.append(Headline(f"{agree} of {len(measured)}", what))
+    timed = [r for r in rows if r.decode_tok_s is not None and not r.emulated]
+    if timed:
+        best = max(timed, key=lambda r: r.decode_tok_s or 0)
+        what = (
+            f"tokens per second at most: {best.variant} {best.layout} on {best.backend}, "
+            f"depth {best.depth}, {best.threads} thread{'s' * (best.threads > 1)}"
+        )
+        found.append(Headline(count(best.decode_tok_s or 0), what))
+    return found
+
+
+def _baseline(found: Sequence[Comparison], limit: float | None) -> dict[str, Any] | None:
+    return dataclasses.asdict(comparison_table(found, limit)) if found else None
+
+
+def _facts(results: Sequence[BenchResult]) -> list[tuple[str, str]]:
+    """What the machines were and the state they were in, every distinct value."""
+    first, last = (f(r.conditions.started_at for r in results) for f in (min, max))
+    reads = {
+        t: b
+        for r in results
+        for b in r.conditions.read_bandwidth or ()
+        if b.nbytes == max(x.nbytes for x in r.conditions.read_bandwidth or ())
+        for t in [b.n_threads]
+    }
+    loads = [x for r in results if (x := r.conditions.load_average_1m) is not None]
+    rows = {
+        "device": {device_label(r.device) for r in results},
+        "memory": {human_bytes(m) for r in results if (m := r.device.memory_bytes)},
+        "CPU features": {" ".join(r.device.features) for r in results if r.device.features},
+        "read bandwidth": {
+            f"{b.bytes_per_s / 1e9:.1f} GB/s with {t} thread{'s' * (t > 1)}"
+            for t, b in sorted(reads.items())
+        },
+        "governor": {r.conditions.governor or "not readable" for r in results},
+        "power": {r.conditions.power or "not readable" for r in results},
+        "load average": {f"{min(loads):.1f} to {max(loads):.1f}"} if loads else set(),
+        "measured": {f"{first} to {last}"},
+        "results": {f"{len(results)} processes, {len({r.run_id for r in results})} sweeps"},
+    }
+    return [(name, "; ".join(sorted(values))) for name, values in rows.items() if values]
+
+
+def _tools(results: Sequence[BenchResult]) -> list[tuple[str, str, str]]:
+    """(backend, engine, versions of the tools that wrote the bundle)."""
+    found = {
+        (
+            r.artifact.backend,
+            r.artifact.engine or "never loaded",
+            ", ".join(f"{k} {v}" for k, v in sorted(r.artifact.tools.items())),
+        )
+        for r in results
+    }
+    return sorted(found)
