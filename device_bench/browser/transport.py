@@ -198,6 +198,11 @@ class Page:
             return f"{artifact.model.label} is not causal: it has no decode"
         if workload.n_threads > 1 and not self._claim.cross_origin_isolated:
             return f"{workload.n_threads} threads need a page that is isolated; {ISOLATE}"
+        if artifact.formulation == "gemm-prefix" and self.engine == "webgpu":
+            return (
+                "WebGPU cannot bind the empty prefix that gemm-prefix starts with; export with "
+                "--onnx-attention gqa, or use --engine wasm"
+            )
         if artifact.cache.dtype == "fp16" and self.engine == "webgpu":
             gpu = self._claim.gpu
             if gpu is None or not gpu.fp16:

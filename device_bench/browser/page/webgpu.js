@@ -1,24 +1,20 @@
 // One ONNX session on onnxruntime-web's WebGPU provider, by its public interface. The cache lives in
 // GPU buffers; logits come back to the CPU, which is what ends a token.
 //
-// WebGPU binds no part of a buffer as an output here, and refuses one buffer in two writable
-// bindings of a dispatch. So: gemm-prefix writes new rows to a buffer of their own and copies those
-// rows; gqa-aliased with two tensors is one buffer per tensor; with one shared tensor the operator
-// would write it twice, so past and present are two buffers that change places (and a third is
-// written for nobody). `cache_binding` says which.
+// With two tensors per layer past and present are one buffer. With one shared tensor the operator
+// would write that buffer by two bindings of a dispatch, which WebGPU refuses: past and present are
+// two buffers that change places, and a third takes what nobody reads. `cache_binding` says which.
+// gemm-prefix starts with an empty prefix, and the provider cannot bind an empty tensor: not run.
 
 const MODULE = "ort.webgpu.min.mjs";
 const DTYPES = { fp32: "float32", fp16: "float16" };
 
-export const CACHE_BINDING = {
-  "gemm-prefix": "prefix views of one GPU buffer per tensor and head, new rows copied into it",
-  "gqa-aliased": "past and present are one GPU buffer",
-  "gqa-shared": "past and present are two GPU buffers, the cache written twice each step",
-  full: "no cache",
-};
-
+/** How the cache is given to the runtime, for the record. */
 export function bindingOf({ formulation, cache }) {
-  return CACHE_BINDING[formulation === "gqa-aliased" && cache.roles.length === 1 ? "gqa-shared" : formulation];
+  if (formulation === "full") return "no cache";
+  return cache.roles.length === 2
+    ? "past and present are one GPU buffer"
+    : "past and present are two GPU buffers that change places, the cache is written twice each step";
 }
 
 export async function openRuntime(base, binary) {
@@ -33,16 +29,10 @@ export async function openRuntime(base, binary) {
 /** A loaded bundle. `files`: name -> Uint8Array of every file of the model. */
 export async function openSession({ ort }, bundle, files) {
   const others = Object.keys(files).filter((name) => name !== bundle.entry);
-  const { names, heads, roles } = bundle.cache;
-  const presents =
-    bundle.formulation === "gemm-prefix"
-      ? names.flatMap((name) => Array.from({ length: heads }, (_, g) => `present.${name}.${g}`))
-      : names.flatMap((name) => (roles.length === 2 ? [""] : [".key", ".value"]).map((s) => `present.${name}${s}`));
   const session = await ort.InferenceSession.create(files[bundle.entry], {
     executionProviders: ["webgpu"],
     externalData: others.map((path) => ({ path, data: files[path] })),
     logSeverityLevel: 4,
-    preferredOutputLocation: Object.fromEntries(presents.map((name) => [name, "gpu-buffer"])),
   });
   const device = await ort.env.webgpu.device;
   return new Session(ort, session, device, bundle);
@@ -61,7 +51,6 @@ class Session {
 
   tensor(buffer, dims) {
     const dataType = DTYPES[this.bundle.cache.dtype];
-    if (dims.includes(0)) return new this.ort.Tensor(dataType, [], dims);
     return this.ort.Tensor.fromGpuBuffer(buffer, { dataType, dims });
   }
 
@@ -70,7 +59,7 @@ class Session {
     const { feeds, fetches } = this.cache.bind(this.position, ids.length);
     const outputs = await this.session.run({ input_ids, ...feeds }, { logits: null, ...fetches });
     this.logits = outputs.logits.data;
-    this.cache.after(outputs, this.position, ids.length);
+    this.cache.after();
     this.position += ids.length;
   }
 
@@ -98,32 +87,6 @@ class Session {
 
 const FORMULATIONS = {
   full: () => ({ bind: () => ({ feeds: {}, fetches: {} }), after() {} }),
-
-  "gemm-prefix": (session) => {
-    const { names, heads, head_dim, itemsize, capacity } = session.bundle.cache;
-    const row = head_dim * itemsize;
-    const views = names.flatMap((name) =>
-      Array.from({ length: heads }, (_, g) => ({
-        past: `past.${name}.${g}`,
-        present: `present.${name}.${g}`,
-        buffer: session.buffer(capacity * row),
-      })),
-    );
-    return {
-      bind: (past) => ({
-        feeds: Object.fromEntries(views.map((v) => [v.past, session.tensor(v.buffer, [past, head_dim])])),
-        fetches: Object.fromEntries(views.map((v) => [v.present, null])),
-      }),
-      after(outputs, past, count) {
-        const encoder = session.device.createCommandEncoder();
-        for (const v of views) {
-          encoder.copyBufferToBuffer(outputs[v.present].gpuBuffer, 0, v.buffer, past * row, count * row);
-        }
-        session.device.queue.submit([encoder.finish()]);
-        for (const v of views) outputs[v.present].dispose();
-      },
-    };
-  },
 
   "gqa-aliased": (session) => {
     const { names, heads, head_dim, itemsize, capacity, roles } = session.bundle.cache;
