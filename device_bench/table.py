@@ -148,14 +148,16 @@ def tables(results: Sequence[BenchResult]) -> list[Table]:
 
 def comparison_table(found: Sequence[Comparison], limit: float | None) -> Table:
     """The ratios to a baseline; with a limit, which of them are regressions."""
-    columns = ["bundle", "against", "test", "figure", "value", "base", "ratio", "95 % of ratio"]
+    columns = ["bundle", "test", "figure", "value", "base", "ratio", "95 % of ratio"]
     rows: list[list[object]] = []
     for c in found:
         ends = None if c.ci95 is None else f"{c.ci95[0]:.3f} - {c.ci95[1]:.3f}"
-        cells = [c.who, c.against, c.test, c.figure, short(c.value), short(c.base)]
+        cells: list[object] = [c.who, c.test, c.figure, short(c.value), short(c.base)]
         verdict = [] if limit is None else [VERDICTS[c.regressed(limit)]]
         rows.append([*cells, _two(c.ratio), ends, *verdict])
-    title = "Against the baseline" + (f", limit {limit:.1%}" if limit is not None else "")
+    bases = {c.against for c in found}
+    title = f"Against {bases.pop()}" if len(bases) == 1 else "Against the same rows, earlier"
+    title += f", limit {limit:.1%}" if limit is not None else ""
     return Table(title, (*columns, *([""] if limit is not None else [])), rows)
 
 

@@ -197,6 +197,7 @@ def _sweep(
             advance(f"{name} {result.workload.label}, {threads}{outcome}")
 
         try:
+            _check_thermometers(devices, limits)
             for device, (machine, _) in zip(devices, machines, strict=True):
                 run_sweep(
                     device,
@@ -221,6 +222,18 @@ def _sweep(
             if output is not None and not lines and results:
                 write_whole(output, render(results, output.suffix))
     return results
+
+
+def _check_thermometers(devices: list[Transport], limits: Limits) -> None:
+    from edgeqkv.errors import UsageError
+
+    if limits.max_temp_c is not None:
+        for device in devices:
+            if device.conditions(1).temperature_c is None:
+                raise UsageError(
+                    f"--max-temp-c: {device.describe().kind} lets nobody read its temperature; "
+                    "use --cooldown"
+                )
 
 
 def _bandwidth(plan: list[tuple[int, Workload]]) -> tuple[Bandwidth, ...] | None:
