@@ -6,6 +6,7 @@ rows are written straight into it, and a page costs memory only once a row was w
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Callable
 from pathlib import Path
@@ -18,13 +19,14 @@ from device_bench.runners import onnx_optimum_io
 from edgeqkv.artifact import Artifact, inside
 from edgeqkv.cache import CacheSpec
 from edgeqkv.errors import BundleError, MissingDependencyError, RunError, UnsupportedError
+from edgeqkv.quant import GROUPED
 from edgeqkv.runner import Runner, check_tokens
 
 RUNTIME = "onnxruntime"  # the bench imports it first, to tell its memory and time from load's
 # Prefill bounds one copy of a layer's scores [H, S, T + S] float32; the runtime holds a few at once.
 SCORE_BYTES = 16 << 20
 LEAST_CHUNK = 16
-_DTYPES = {"fp32": np.float32, "fp16": np.float16}
+_DTYPES = {"fp32": np.float32, "fp16": np.float16, "int8": np.int8}
 
 
 def load(artifact: Artifact, directory: Path, *, threads: int, capacity: int) -> Runner:
@@ -40,13 +42,14 @@ def load(artifact: Artifact, directory: Path, *, threads: int, capacity: int) ->
             f"{directory}: formulation {artifact.formulation!r} is unknown to this runner; "
             f"allowed: {', '.join(known)}"
         )
-    session = _session(inside(directory, artifact.entry), threads)
+    packed = bool(artifact.quantisation.recipe.schemes & set(GROUPED))
+    session = _session(inside(directory, artifact.entry), threads, packed)
     if artifact.formulation == onnx_optimum_io.FORMULATION:
         return onnx_optimum_io.OptimumIoRunner(artifact, session, capacity)
     return OnnxRunner(artifact, session, capacity)
 
 
-def _session(path: Path, threads: int) -> Any:
+def _session(path: Path, threads: int, packed: bool) -> Any:
     try:
         import onnxruntime as ort
     except ImportError:
@@ -57,9 +60,10 @@ def _session(path: Path, threads: int) -> Any:
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 4  # fatal only: errors arrive as exceptions
-    # Weights stay the mapped pages of the file, a tied embedding one of them; packing would copy
-    # each into private memory, for a decode that is no faster.
-    options.add_session_config_entry("session.disable_prepacking", "1")
+    # Float weights stay the mapped pages of the file, a tied embedding one of them; packing would
+    # copy each into private memory, for a decode that is no faster. Integers are multiplied only when
+    # packed: without it the operator widens the whole matrix on every call.
+    options.add_session_config_entry("session.disable_prepacking", "0" if packed else "1")
     try:
         return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as e:  # onnxruntime raises its own classes, derived from Exception only
@@ -73,25 +77,36 @@ def _first_line(e: Exception) -> str:
 class CacheMemory:
     """One anonymous mapping for the cache of all layers; segments start on pages.
 
-    address(i): start of tensor i of ``CacheSpec.names()``, [G, capacity, D].
+    address(i): start of tensor i of ``CacheSpec.names()``, [G, capacity, D]; then come those of
+    ``CacheSpec.scale_names()``, [G, capacity] float32.
     """
 
     def __init__(self, cache: CacheSpec, capacity: int) -> None:
-        segment = cache.num_key_value_heads * capacity * cache.head_dim * cache.itemsize
-        self.stride = -(-segment // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.nbytes = self.stride * len(cache.names())
+        rows = cache.num_key_value_heads * capacity
+        tensors = len(cache.names())
+        self.stride = _pages(rows * cache.head_dim * cache.itemsize)
+        self.scale_stride = _pages(rows * cache.scale_itemsize)
+        self.nbytes = (self.stride + self.scale_stride) * tensors
         self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # A huge page would make 2 MiB resident for the first token.
         self._map.madvise(mmap.MADV_NOHUGEPAGE)
         self.array = np.frombuffer(self._map, np.uint8)
         self.start = self.array.ctypes.data
+        self.scale_start = self.start + self.stride * tensors
 
     def address(self, tensor: int) -> int:
         return self.start + tensor * self.stride
 
+    def scale_address(self, tensor: int) -> int:
+        return self.scale_start + tensor * self.scale_stride
+
     def release(self) -> None:
         """Give every page back to the system; reads as zeros."""
         self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def chunk_tokens(artifact: Artifact, past: int) -> int:
@@ -174,18 +189,20 @@ def _bind_gemm(runner: OnnxRunner) -> Binder:
     """Prefix views in, the rows right after them out: bound anew as the context grows."""
     cache, memory, io = runner.artifact.cache, runner._memory, runner._io
     assert memory is not None
-    dtype, dim = _DTYPES[cache.dtype], cache.head_dim
-    row = dim * cache.itemsize
-    views = [
-        (f"past.{name}.{g}", f"present.{name}.{g}", memory.address(i) + g * runner.capacity * row)
-        for i, name in enumerate(cache.names())
-        for g in range(cache.num_key_value_heads)
-    ]
+    rows = (cache.names(), memory.address, _DTYPES[cache.dtype], (cache.head_dim,))
+    scales = (cache.scale_names(), memory.scale_address, np.float32, ())
+    views: list[tuple[str, str, type, tuple[int, ...], int, int]] = []
+    for names, address, dtype, shape in (rows, scales):
+        row = math.prod(shape) * np.dtype(dtype).itemsize
+        for i, name in enumerate(names):
+            for g in range(cache.num_key_value_heads):
+                start = address(i) + g * runner.capacity * row
+                views.append((f"past.{name}.{g}", f"present.{name}.{g}", dtype, shape, row, start))
 
     def bind(past: int, new: int) -> None:
-        for name, out, address in views:
-            io.bind_input(name, "cpu", 0, dtype, (past, dim), address)
-            io.bind_output(out, "cpu", 0, dtype, (new, dim), address + past * row)
+        for name, out, dtype, shape, row, start in views:
+            io.bind_input(name, "cpu", 0, dtype, (past, *shape), start)
+            io.bind_output(out, "cpu", 0, dtype, (new, *shape), start + past * row)
 
     return bind
 

@@ -21,6 +21,7 @@ from edgeqkv.config import CONFIG
 from edgeqkv.errors import UnsupportedError
 from edgeqkv.model import Decoder
 from edgeqkv.spec import ModelSpec
+from export.backends import onnx_weights
 from export.lowering import Request
 
 FORMULATION = "optimum"
@@ -73,16 +74,7 @@ class _Optimum(nn.Module):
             return scores_softmax_values(q, k, v, scale, bias)
 
         states = self.decoder.hidden(input_ids, position_ids, attend)
-        weight = self.decoder.head_weight
-        flat = states.flatten(0, 1)
-        # One Gemm that shares its weight with the embedding's Gather, see to_onnx.logits.
-        logits = torch.onnx.ops.symbolic(
-            "Gemm",
-            (flat, weight),
-            attrs={"transB": 1},
-            dtype=torch.float32,
-            shape=(flat.shape[0], weight.shape[0]),
-        )
+        logits = onnx_weights.head(self.decoder, states.flatten(0, 1))
         return logits.view(*input_ids.shape, -1), *presents
 
 

@@ -2,21 +2,20 @@
 
 Nothing here believes a name or the manifest. A graph input is followed through whatever moves data
 to the product that reads it: one whose result reaches a Softmax reads keys, one that weighs it
-with the result of a Softmax reads values.
+with the result of a Softmax reads values. What multiplies the scores or the result of a Softmax, row
+by row, is the scale of keys or of values.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from edgeqkv.artifact import Artifact, inside
-from export.backends.onnx_graph import Constant, Graph
+from export.backends.onnx_duplicates import duplicate_bytes
+from export.backends.onnx_graph import Graph
 from export.facts import ArtifactFacts, CacheTensor
 
 PRODUCTS = {"MatMul", "FusedMatMul", "Gemm", "Einsum"}
@@ -33,12 +32,24 @@ ALIASES = {"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}
 MOVES = ALIASES | {"Cast", "Transpose", "Split", "Slice", "Gather", "Concat", "Expand", "Tile"}
 ELEMENTWISE = {"Mul", "Div", "Add", "Sub", "Where", "Clip", "Tanh", "Dropout"}
 # TensorProto.DataType of what a cache can be -> (name, bytes)
-DTYPES = {1: ("fp32", 4), 10: ("fp16", 2), 11: ("fp64", 8), 16: ("bf16", 2)}
+DTYPES = {
+    1: ("fp32", 4),
+    2: ("uint8", 1),
+    3: ("int8", 1),
+    10: ("fp16", 2),
+    11: ("fp64", 8),
+    16: ("bf16", 2),
+}
+NARROW = (2, 3, 10, 16)
+SCALES = {"key scale", "value scale"}
 
 
 @dataclasses.dataclass
 class _Input:
-    """One graph input followed through the graph. roles: (index of the attention, key or value)."""
+    """One graph input followed through the graph.
+
+    roles: (index of the attention, what it is read as: key, value, or a scale of either).
+    """
 
     name: str
     roles: set[tuple[int, str]] = dataclasses.field(default_factory=set)
@@ -59,7 +70,7 @@ def read(artifact: Artifact, directory: Path) -> ArtifactFacts:
     layer_of = {n.output[0]: i for i, n in enumerate(attentions)}
     found = []
     for name in graph.inputs:
-        if len(graph.shape(name)) > 1 and graph.element_type(name) in DTYPES:
+        if graph.shape(name) and graph.element_type(name) in DTYPES:
             followed = _follow(graph, name, layer_of)
             if followed.roles or name.startswith("past"):
                 found.append(followed)
@@ -70,7 +81,7 @@ def read(artifact: Artifact, directory: Path) -> ArtifactFacts:
     return ArtifactFacts(
         cache_tensors=tuple(_tensor(graph, items) for items in groups.values()),
         cache_copies=tuple(dict.fromkeys(copy for item in found for copy in item.copies)),
-        duplicate_weight_bytes=_duplicate_bytes(stored.values()),
+        duplicate_weight_bytes=duplicate_bytes(graph),
         weight_bytes=sum(c.nbytes for c in stored.values()),
     )
 
@@ -87,7 +98,11 @@ def _tensor(graph: Graph, items: list[_Input]) -> CacheTensor:
     return CacheTensor(
         name=names[0] if len(names) == 1 else f"{names[0]} (+{len(names) - 1})",
         layer=min((layer for layer, _ in roles), default=None),
-        role="kv" if len(read_as) == 2 else next(iter(read_as), "?"),
+        role="scale"
+        if read_as & SCALES
+        else "kv"
+        if len(read_as) == 2
+        else next(iter(read_as), "?"),
         dtype=dtype,
         shape=shape if len(names) == 1 else (len(names), *shape),
         elements_per_token=len(names) * math.prod(sizes),
@@ -107,6 +122,10 @@ def _follow(graph: Graph, start: str, layer_of: dict[str, int]) -> _Input:
                 continue
             if node.op_type in PRODUCTS:
                 item.roles |= _roles_in_product(graph, node, value, layer_of)
+            elif node.op_type == "Mul" and (
+                scales := _roles_in_product(graph, node, value, layer_of, suffix=" scale")
+            ):
+                item.roles |= scales
             elif node.op_type in FUSED:
                 _fused(graph, node, value, item, layer_of)
             else:
@@ -132,7 +151,7 @@ def _is_free(graph: Graph, node: Any) -> bool:
         return perm == [*range(last - 1), last, last - 1] and _feeds_products(graph, node)
     if node.op_type == "Cast":
         source = node.input[0]
-        narrow = source in graph.inputs and graph.element_type(source) in (10, 16)
+        narrow = source in graph.inputs and graph.element_type(source) in NARROW
         return narrow and graph.attribute(node, "to") == 1 and _feeds_products(graph, node)
     return False
 
@@ -146,14 +165,14 @@ def _feeds_products(graph: Graph, node: Any) -> bool:
 
 
 def _roles_in_product(
-    graph: Graph, node: Any, value: str, layer_of: dict[str, int]
+    graph: Graph, node: Any, value: str, layer_of: dict[str, int], suffix: str = ""
 ) -> set[tuple[int, str]]:
     roles = set()
     for other in node.input:
         if other != value and (origin := _softmax_behind(graph, other)):
-            roles.add((layer_of[origin], "value"))
+            roles.add((layer_of[origin], f"value{suffix}"))
     for softmax in _softmax_ahead(graph, node.output[0]):
-        roles.add((layer_of[softmax], "key"))
+        roles.add((layer_of[softmax], f"key{suffix}"))
     return roles
 
 
@@ -205,33 +224,3 @@ def _fused(graph: Graph, node: Any, value: str, item: _Input, layer_of: dict[str
             item.copies.append(
                 f"{node.op_type} {name} gives no present {role}: the runtime copies {item.name}"
             )
-
-
-def _duplicate_bytes(constants: Iterable[Constant]) -> int:
-    """Bytes of matrices that are stored again, as they are or transposed.
-
-    Only matrices: equal vectors (biases of zero, norms of one) are what training or its absence
-    made of them. A matrix and its transpose have the same diagonal, so few are compared in full.
-    """
-    kept: dict[Any, list[Constant]] = {}
-    duplicate = 0
-    for constant in constants:
-        if len(constant.shape) < 2 or constant.nbytes < 64:
-            continue
-        array = _matrix(constant)
-        key = (constant.dtype, *sorted(array.shape), array.diagonal().tobytes())
-        rivals = kept.setdefault(key, [])
-        if any(_same(array, _matrix(rival)) for rival in rivals):
-            duplicate += constant.nbytes
-        else:
-            rivals.append(constant)
-    return duplicate
-
-
-def _matrix(constant: Constant) -> np.ndarray[Any, Any]:
-    array = constant.read()
-    return array.reshape(-1, array.shape[-1])
-
-
-def _same(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
-    return np.array_equal(a, b) or np.array_equal(a, b.T)

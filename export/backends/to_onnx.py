@@ -3,7 +3,8 @@
 Inputs and outputs (names from ``CacheSpec.names()``, S new tokens, T cached, C capacity):
 
 - ``gemm-prefix``: ``input_ids`` [1,S] int64, ``past.<name>.<head>`` [T,D] -> ``logits`` [1,1,V],
-  ``present.<name>.<head>`` [S,D], the new rows only. Positions start at T.
+  ``present.<name>.<head>`` [S,D], the new rows only. Positions start at T. An int8 cache has
+  ``past.<name>.scale.<head>`` [T] float32 and its ``present`` [S] as well.
 - ``gqa-aliased``: ``input_ids``, ``total_sequence_length`` [] int32 = T + S, ``past.<name>``
   [1,G,C,D] -> ``logits``, ``present.<name>`` (separate) or ``present.<name>.key`` and ``.value``
   (shared), [1,G,C,D], each to be bound to the memory of its past.
@@ -13,6 +14,7 @@ Inputs and outputs (names from ``CacheSpec.names()``, S new tokens, T cached, C 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from edgeqkv.cache import CacheSpec
 from edgeqkv.errors import MissingDependencyError, UnsupportedError
 from edgeqkv.model import Decoder
 from edgeqkv.quiet import quiet
-from export.backends import onnx_optimum
+from export.backends import onnx_optimum, onnx_weights
 from export.backends.onnx_attention import gemm_prefix, gqa_aliased
 from export.lowering import Lowered, Request
 
@@ -32,26 +34,17 @@ ENTRY = "model.onnx"
 OPSET = 21
 # Tokens of one prefill call. Beyond it only the workspace for scores grows (see the commit).
 PREFILL_CHUNK = 128
-WEIGHTS = ("fp32",)
 ATTENTION = {"gemm": "gemm-prefix", "gqa": "gqa-aliased"}
 OPTIONS = {"onnx_attention": ("auto", *ATTENTION), "onnx_io": onnx_optimum.IO}
 # Query heads per key/value head from which plain products beat the fused operator: they are the
 # rows of one product, for which each cached row is read once. Measured, see the commit.
 GEMM_FROM_HEADS_PER_GROUP = 4
-_TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+_TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "int8": torch.int8}
 
 
 def check(request: Request) -> None:
     """Raises UnsupportedError for weights or options this backend does not know."""
-    if request.weights not in WEIGHTS:
-        raise UnsupportedError(
-            f"onnx: weights {request.weights!r} are not supported; allowed: {', '.join(WEIGHTS)}"
-        )
-    if request.cache.dtype not in _TORCH_DTYPES:
-        raise UnsupportedError(
-            f"onnx: cache dtype {request.cache.dtype} is not supported; "
-            f"allowed: {', '.join(_TORCH_DTYPES)}"
-        )
+    onnx_weights.check(request.model, request.recipe)
     for name, value in request.options.items():
         if name not in OPTIONS:
             raise UnsupportedError(f"onnx: unknown option {name!r}; allowed: {', '.join(OPTIONS)}")
@@ -61,6 +54,11 @@ def check(request: Request) -> None:
             )
     if request.options.get("onnx_io") == "optimum":
         onnx_optimum.check(request)
+    if request.cache.dtype == "int8" and request.options.get("onnx_attention") == "gqa":
+        raise UnsupportedError(
+            "onnx: GroupQueryAttention reads an int8 cache with one scale for all tokens, not one a "
+            "token; allowed with --cache-dtype int8: --onnx-attention auto or gemm"
+        )
 
 
 def formulation(request: Request) -> str:
@@ -71,7 +69,8 @@ def formulation(request: Request) -> str:
     chosen = request.options.get("onnx_attention", "auto")
     if chosen == "auto":
         per_group = request.model.num_attention_heads // request.model.num_key_value_heads
-        chosen = "gemm" if per_group >= GEMM_FROM_HEADS_PER_GROUP else "gqa"
+        narrow = request.cache.dtype == "int8"  # which the fused operator cannot read
+        chosen = "gemm" if narrow or per_group >= GEMM_FROM_HEADS_PER_GROUP else "gqa"
     return ATTENTION[chosen]
 
 
@@ -81,17 +80,25 @@ class _Gemm(nn.Module):
         self.decoder, self.cache = decoder, cache
 
     def forward(self, input_ids: Tensor, pasts: list[Tensor]) -> tuple[Tensor, ...]:
-        groups, roles = self.cache.num_key_value_heads, self.cache.tensors_per_layer
-        flat = iter(pasts)
+        cache = self.cache
+        groups, roles, layers = cache.num_key_value_heads, cache.tensors_per_layer, cache.num_layers
+        total = layers * roles * groups  # views; as many scales follow where there are any
+        scales: Sequence[Tensor | None] = pasts[total:] or [None] * total
+        flat = iter(zip(pasts[:total], scales, strict=True))
         nested = [
-            [[next(flat) for _ in range(groups)] for _ in range(roles)]
-            for _ in range(self.cache.num_layers)
+            [[next(flat) for _ in range(groups)] for _ in range(roles)] for _ in range(layers)
         ]
         rows: list[Tensor] = []
+        row_scales: list[Tensor] = []
+
+        def present(stored: Tensor, scale: Tensor | None) -> None:
+            rows.append(stored)
+            row_scales.extend([] if scale is None else [scale])
+
         new = input_ids.shape[1]
-        attend = gemm_prefix(self.decoder.spec, nested, new, rows.append)
+        attend = gemm_prefix(self.decoder.spec, nested, new, present)
         positions = torch.arange(new) + pasts[0].shape[0]
-        return logits(self.decoder, input_ids, positions, attend), *rows
+        return logits(self.decoder, input_ids, positions, attend), *rows, *row_scales
 
 
 class _Gqa(nn.Module):
@@ -121,34 +128,24 @@ class _Full(nn.Module):
 
 
 def logits(decoder: Decoder, input_ids: Tensor, positions: Tensor, attend: Any) -> Tensor:
-    """Logits [1,1,V] of the last token by one Gemm that shares its weight with the embedding's Gather.
-
-    The exporter would transpose the weight, and the runtime would fold that into a second copy.
-    """
+    """Logits [1,1,V] of the last token."""
     last = decoder.hidden(input_ids, positions, attend)[:, -1]
-    weight = decoder.head_weight
-    out = torch.onnx.ops.symbolic(
-        "Gemm",
-        (last, weight),
-        attrs={"transB": 1},
-        dtype=torch.float32,
-        shape=(last.shape[0], weight.shape[0]),
-    )
-    return out.unsqueeze(1)
+    return onnx_weights.head(decoder, last).unsqueeze(1)
 
 
 def lower(decoder: Decoder, request: Request, directory: Path) -> Lowered:
     """Write ``model.onnx`` (and ``model.onnx.data``) into ``directory``."""
     try:
         import onnx
-        import onnxscript  # noqa: F401
+        import onnxscript.optimizer
     except ImportError as e:
         raise MissingDependencyError(
             f"the onnx backend needs {e.name}; pip install 'edgeqkv[onnx]'"
         ) from None
     check(request)
     cache, chosen = request.cache, formulation(request)
-    module, args, shapes, inputs, outputs = _program(decoder, cache, chosen)
+    stored = onnx_weights.as_stored(decoder, request)
+    module, args, shapes, inputs, outputs = _program(stored, cache, chosen)
     path = directory / ENTRY
     with quiet(), torch.no_grad():
         program = torch.onnx.export(
@@ -159,9 +156,11 @@ def lower(decoder: Decoder, request: Request, directory: Path) -> Lowered:
             input_names=inputs,
             output_names=outputs,
             opset_version=OPSET,
+            optimize=False,
             verbose=False,
         )
         assert program is not None
+        onnxscript.optimizer.optimize_ir(program.model, should_fold=onnx_weights.should_fold)
         program.save(path, external_data=True)  # mapped by the runtime; inline it would be copied
         strip(path)
         onnx.checker.check_model(path)
@@ -207,8 +206,11 @@ def _program(
     if chosen == "full":
         return _Full(decoder), (ids,), ({1: new_axis},), ["input_ids"], ["logits"]
     if chosen == "gemm-prefix":
-        names = [f"{name}.{g}" for name in cache.names() for g in range(groups)]
-        views = [torch.zeros(past, dim, dtype=dtype) for _ in names]
+        tensors = [*cache.names(), *cache.scale_names()]
+        names = [f"{name}.{g}" for name in tensors for g in range(groups)]
+        total = len(cache.names()) * groups
+        views = [torch.zeros(past, dim, dtype=dtype) for _ in names[:total]]
+        views += [torch.zeros(past) for _ in names[total:]]
         return (
             _Gemm(decoder, cache),
             (ids, views),
