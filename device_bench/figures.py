@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from device_bench.bandwidth import limit
-from device_bench.conditions import Device
+from device_bench.conditions import Bandwidth, Device
 from device_bench.result import BenchResult, BytesPerToken, Memory, Snapshot
 from device_bench.stats import percentile, process_interval
 
@@ -98,13 +98,15 @@ def fold(results: Sequence[BenchResult]) -> list[Row]:
     for r in results:
         w, where = r.workload, (r.device, r.conditions.engine)
         groups.setdefault((r.artifact.sha256, *where, w.n_threads, w.n_depth), []).append(r)
+    devices = {r.device for r in results}
+    bandwidth = {d: read_bandwidth([r for r in results if r.device == d]) for d in devices}
     caches: dict[str, BytesPerToken] = {}
     for r in results:  # a bundle's figures are on every line that could carry them
         known = caches.get(r.artifact.sha256)
         if known is None or not known.points:
             caches[r.artifact.sha256] = r.cache.bytes_per_token
     rows = [
-        _row(group, p, n, caches[group[0].artifact.sha256])
+        _row(group, p, n, caches[group[0].artifact.sha256], bandwidth[group[0].device])
         for group in groups.values()
         for p, n in itertools.zip_longest(
             sorted({r.workload.n_prompt for r in group} - {0}),
@@ -115,12 +117,16 @@ def fold(results: Sequence[BenchResult]) -> list[Row]:
 
 
 def _row(
-    group: Sequence[BenchResult], prompt: int | None, gen: int | None, cache: BytesPerToken
+    group: Sequence[BenchResult],
+    prompt: int | None,
+    gen: int | None,
+    cache: BytesPerToken,
+    bandwidth: Sequence[Bandwidth],
 ) -> Row:
     first = group[0]
     ran = [r for r in group if r.samples is not None]
     shown = next((r for r in ran), first)
-    timed = [] if shown.artifact.interpreted else ran
+    timed = [] if shown.artifact.interpreted or first.device.emulated else ran
     prefill = [r for r in timed if r.workload.n_prompt and r.workload.n_prompt == prompt]
     decode = [r for r in timed if r.workload.n_gen and r.workload.n_gen == gen]
     ttft = [found for r in prefill if (found := percentile(ttft_ns(r), 50))]
@@ -128,7 +134,7 @@ def _row(
     itl = [gap / 1e6 for r in decode for gap in itl_ns(r)]
     rate = tuple(1e9 * (prompt or 0) / t for t in ttft)
     speed = tuple(1e9 / t for t in tpot)
-    step, bound = _limit(decode, cache)
+    step, bound = _limit(decode, cache, bandwidth)
     quality = next((r.quality for r in group if r.quality), {})
     prefill_memory = next((r.memory for r in prefill if r.memory), None)
     decode_memory = next((r.memory for r in decode if r.memory), None)
@@ -206,7 +212,19 @@ def itl_ns(result: BenchResult) -> list[int]:
     return [b - a for rep in _repetitions(result) for a, b in itertools.pairwise(rep)]
 
 
-def _limit(decode: Sequence[BenchResult], cache: BytesPerToken) -> tuple[int | None, float | None]:
+def read_bandwidth(results: Sequence[BenchResult]) -> list[Bandwidth]:
+    """The best that any sweep measured: a limit is not lowered by a neighbour."""
+    best: dict[tuple[int, int], Bandwidth] = {}
+    for b in (b for r in results for b in r.conditions.read_bandwidth or ()):
+        key = (b.n_threads, b.nbytes)
+        if key not in best or best[key].bytes_per_s < b.bytes_per_s:
+            best[key] = b
+    return sorted(best.values(), key=lambda b: (b.n_threads, b.nbytes))
+
+
+def _limit(
+    decode: Sequence[BenchResult], cache: BytesPerToken, bandwidth: Sequence[Bandwidth]
+) -> tuple[int | None, float | None]:
     """(bytes a decode step reads at least, tokens per second at which that fills the step)."""
     if not decode or (weights := decode[0].artifact.step_weight_bytes) is None:
         return None, None
@@ -214,8 +232,7 @@ def _limit(decode: Sequence[BenchResult], cache: BytesPerToken) -> tuple[int | N
     # The gaps that TPOT averages end with steps that see depth + prompt + 2 ... + n_gen tokens.
     tokens = w.n_depth + w.n_prompt + (w.n_gen + (1 if w.n_prompt else 2)) / 2
     step = round(weights + tokens * cache.formula)
-    known = next((r.conditions.read_bandwidth for r in decode if r.conditions.read_bandwidth), None)
-    rate = limit(known, w.n_threads, step)
+    rate = limit(bandwidth, w.n_threads, step)
     return step, None if rate is None else rate / step
 
 

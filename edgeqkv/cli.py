@@ -27,7 +27,12 @@ ORDER = (
     "eval",
     "generate",
     "bench",
+    "devices",
+    "device",
 )
+
+
+ALONE = ("devices",)  # run without arguments, where the others then show their help
 
 
 class Commands(TyperGroup):
@@ -45,7 +50,7 @@ class Commands(TyperGroup):
         if entry is None:
             return None
         single = typer.Typer(add_completion=False)
-        single.command(name=cmd_name, no_args_is_help=True)(entry.load())
+        single.command(name=cmd_name, no_args_is_help=cmd_name not in ALONE)(entry.load())
         command = typer.main.get_command(single)
         command.name = cmd_name
         return command

@@ -12,6 +12,7 @@ from edgeqkv.errors import UsageError
 # --device KIND or KIND:ARGUMENT -> the module whose ``open_devices`` makes the transports.
 TRANSPORTS = {
     "local": "device_bench.devices.local",
+    "adb": "device_bench.adb.transport",
     "browser": "device_bench.browser.transport",
 }
 

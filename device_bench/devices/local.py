@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import mmap
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ _NO_PROC = "resident memory is read from /proc, which this system lacks"
 def open_devices(argument: str | None, engine: str | None) -> Sequence[Transport]:
     if argument is not None:
         raise UsageError(f"--device is local:{argument}; local takes nothing after a colon")
-    engines = {"python": PythonHere, "native": NativeHere}
+    engines: dict[str, Callable[[], Transport]] = {"python": PythonHere, "native": NativeHere}
     if (engine or "python") not in engines:
         allowed = ", ".join(engines)
         raise UsageError(f"--engine is {engine!r}; allowed with --device local: {allowed}")

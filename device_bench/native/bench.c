@@ -3,7 +3,9 @@
 // RESULT receives {"value": ...} or {"error": one line}; a process that writes none crashed.
 // Progress goes to stderr, a line each.
 #define _GNU_SOURCE
+#include <errno.h>
 #include <math.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -211,6 +213,15 @@ static void capacity_pass(void) {
   end_value();
 }
 
+static void pin(void) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (size_t i = 0; i < job.n_cores; i++)
+    if (job.cores[i] < CPU_SETSIZE) CPU_SET(job.cores[i], &set);
+  if (job.n_cores && sched_setaffinity(0, sizeof set, &set))
+    fail("--cores: this device cannot run on the CPUs asked for: %s", strerror(errno));
+}
+
 int main(int argc, char **argv) {
   if (argc != 3) {
     fputs("usage: edgeqkv-bench JOB RESULT\n", stderr);
@@ -219,6 +230,7 @@ int main(int argc, char **argv) {
   die_with_parent();
   read_job(argv[1], argv[2], &job);
   if (job.limit_s) alarm(job.limit_s);  // whoever waits for us may have gone
+  pin();
   if (strcmp(job.pass, "time")) page_granular();
   if (!strcmp(job.pass, "time")) time_pass();
   else if (!strcmp(job.pass, "memory")) memory_pass();

@@ -167,6 +167,9 @@ void read_job(const char *path, const char *result, struct job *job) {
     else if (!strcmp(key, "at")) {
       job->depths = checked(realloc(job->depths, (job->n_depths + 1) * sizeof(long)));
       job->depths[job->n_depths++] = number(key, text);
+    } else if (!strcmp(key, "core")) {
+      job->cores = checked(realloc(job->cores, (job->n_cores + 1) * sizeof(long)));
+      job->cores[job->n_cores++] = number(key, text);
     } else known = 0;
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++)
       if (!strcmp(key, texts[i].key)) *texts[i].target = text, known = 1;

@@ -53,11 +53,13 @@ def write_job(
     library: str,
     page: int,
     limit_s: int = 0,
+    cores: Sequence[int] = (),
 ) -> None:
     """Write ``job.txt`` and its arrays into ``folder``, the directory the runner will run in.
 
     job: as ``device_bench.worker`` takes it. model, library: paths as the runner will see them.
     page: bytes of a memory page there. limit_s: seconds after which the runner ends itself.
+    cores: CPUs that it may run on; all where none is named.
     """
     workload: Workload = build(Workload, job["workload"], "workload")
     golden, model_spec, cache = read_golden(bundle), artifact.model, artifact.cache
@@ -96,6 +98,7 @@ def write_job(
         *(("output", suffix) for suffix in _outputs(artifact)),
         *(("option", f"{key}={value}") for key, value in _options(artifact).items()),
         *(("at", depth) for depth in depths),
+        *(("core", core) for core in cores),
     ]
     for name, array in arrays.items():
         dtype = "<f4" if name == "golden_logits" else "<i8"

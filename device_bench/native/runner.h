@@ -30,6 +30,8 @@ struct job {
   size_t n_ids, n_golden;
   long *depths;  // where the depth pass reads memory
   size_t n_depths;
+  long *cores;  // CPUs to run on; all where there are none
+  size_t n_cores;
 };
 
 struct region {

@@ -1,0 +1,218 @@
+"""Compile the native runner for a phone, into a folder that carries its own loader and C library.
+
+Android has another C library than the runtimes' wheels were built for. The folder holds Debian's:
+``lib/ld-linux-aarch64.so.1 --library-path lib bin/edgeqkv-bench`` needs nothing of the phone but its
+kernel, so neither an app nor the NDK nor root.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from device_bench.native.build import (
+    PROGRAM,
+    cache_folder,
+    compile_onnx,
+    find_compiler,
+    fingerprint,
+    onnx_library,
+)
+from edgeqkv.artifact import FileEntry, file_entry
+from edgeqkv.errors import EdgeQKVError, MissingDependencyError, UnsupportedError
+from edgeqkv.files import new_folder
+
+MANIFEST = "runner.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """android: the phone's name of the ABI."""
+
+    android: str
+    compilers: tuple[str, ...]
+    loader: str
+    advice: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Wheel:
+    """requirement and sha256: what pip downloads. member: the library inside."""
+
+    requirement: str
+    sha256: str
+    platforms: tuple[str, ...]
+    member: str
+
+
+TARGETS = {
+    "arm64": Target(
+        "arm64-v8a",
+        ("aarch64-linux-gnu-gcc",),
+        "ld-linux-aarch64.so.1",
+        "apt-get install gcc-aarch64-linux-gnu g++-aarch64-linux-gnu",
+    ),
+    "x86_64": Target(
+        "x86_64",
+        ("x86_64-linux-gnu-gcc",),
+        "ld-linux-x86-64.so.2",
+        "apt-get install gcc g++",
+    ),
+}
+WHEELS = {
+    ("onnx", "arm64"): Wheel(
+        "onnxruntime==1.32.0",
+        "2303372a85299b6757b0e11e1cbf13e410ddf7e10c37f4b37e99d1c90e7daf7c",
+        ("manylinux_2_28_aarch64", "manylinux_2_27_aarch64"),
+        "onnxruntime/capi/libonnxruntime.so.1.32.0",
+    ),
+}
+LIBRARY = {"onnx": "libonnxruntime.so.1"}
+
+
+@dataclasses.dataclass(frozen=True)
+class RunnerFolder:
+    """A built folder. files: every file in it, by its path inside. library: as a job names it."""
+
+    path: Path
+    abi: str
+    backend: str
+    loader: str
+    library: str
+    files: dict[str, FileEntry]
+
+    @property
+    def sha256(self) -> str:
+        return file_entry(self.path / MANIFEST).sha256
+
+
+def abi_of(android_abi: str | None) -> str:
+    """``arm64`` or ``x86_64`` for what a phone calls its ABI; UnsupportedError for others."""
+    for abi, target in TARGETS.items():
+        if target.android == android_abi:
+            return abi
+    allowed = ", ".join(t.android for t in TARGETS.values())
+    raise UnsupportedError(f"no runner for ABI {android_abi!r}; allowed: {allowed}")
+
+
+def build_folder(abi: str, backend: str) -> RunnerFolder:
+    """Build the folder, or find it built: it is kept in the cache, one per version of the sources.
+
+    Raises:
+        UnsupportedError: an unknown ABI, or a backend that has no runner there.
+        MissingDependencyError: no cross compiler. EdgeQKVError: the download or compiler failed.
+    """
+    if abi not in TARGETS:
+        raise UnsupportedError(f"--abi is {abi!r}; allowed: {', '.join(TARGETS)}")
+    if backend not in LIBRARY:
+        allowed = ", ".join(LIBRARY)
+        raise UnsupportedError(f"--backend is {backend!r}; allowed for phones: {allowed}")
+    target, wheel = TARGETS[abi], WHEELS.get((backend, abi))
+    version = wheel.sha256 if wheel else onnx_library().name
+    folder = cache_folder() / "native" / f"{backend}-{abi}-{fingerprint(backend, abi, version)}"
+    if not (folder / MANIFEST).exists():
+        compiler = find_compiler(target.compilers, f"a compiler for {abi}: {target.advice}")
+        library = _from_wheel(wheel) if wheel else onnx_library()
+        with new_folder(folder, overwrite=True) as new:
+            _fill(new, abi, backend, compiler, library)
+    return read_folder(folder)
+
+
+def _fill(new: Path, abi: str, backend: str, compiler: str, library: Path) -> None:
+    (new / "bin").mkdir()
+    (new / "lib").mkdir()
+    compile_onnx(compiler, new / "bin" / PROGRAM)
+    shutil.copyfile(library, new / "lib" / LIBRARY[backend])
+    loader = TARGETS[abi].loader
+    roots = [new / "bin" / PROGRAM, new / "lib" / LIBRARY[backend]]
+    for name, source in _system_libraries(compiler, [*roots, loader]):
+        shutil.copyfile(source, new / "lib" / name)
+    for program in (new / "bin" / PROGRAM, new / "lib" / loader):
+        program.chmod(0o755)
+    files = {
+        p.relative_to(new).as_posix(): dataclasses.asdict(file_entry(p))
+        for p in sorted(new.rglob("*"))
+        if p.is_file()
+    }
+    about = {"abi": abi, "backend": backend, "loader": loader, "library": LIBRARY[backend]}
+    (new / MANIFEST).write_text(json.dumps({**about, "files": files}, indent=2) + "\n", "utf-8")
+
+
+def _system_libraries(compiler: str, roots: Iterable[Path | str]) -> Iterator[tuple[str, Path]]:
+    """(name, file) of every shared library that ``roots`` need, from the compiler's own folders."""
+    todo, seen = list(roots), set[str]()
+    while todo:
+        item = todo.pop()
+        if isinstance(item, str):
+            if item in seen:
+                continue
+            seen.add(item)
+            found = _output([compiler, f"-print-file-name={item}"]).strip()
+            if not Path(found).is_absolute():
+                raise MissingDependencyError(
+                    f"the compiler {compiler} has no {item}; install its C++ library too (g++)"
+                )
+            yield item, Path(found)
+            item = Path(found)
+        lines = _output(["readelf", "-d", str(item)]).splitlines()
+        todo += [line.split("[")[1].split("]")[0] for line in lines if "(NEEDED)" in line]
+
+
+def _output(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except FileNotFoundError:
+        raise MissingDependencyError(f"{command[0]} is missing; apt-get install binutils") from None
+    except subprocess.CalledProcessError as e:
+        raise EdgeQKVError(f"{command[0]} failed: {e.stderr.strip()[:200]}") from None
+    return done.stdout
+
+
+def _from_wheel(wheel: Wheel) -> Path:
+    """The wheel's library, downloaded once with pip, which checks the hash."""
+    name = wheel.member.rpartition("/")[2]
+    kept = cache_folder() / "downloads" / wheel.sha256[:16]
+    if not (kept / name).exists():
+        with tempfile.TemporaryDirectory(prefix="edgeqkv-wheel-") as folder:
+            _download(wheel, Path(folder))
+            (path,) = Path(folder).glob("*.whl")
+            with new_folder(kept, overwrite=True) as new, zipfile.ZipFile(path) as archive:
+                (new / name).write_bytes(archive.read(wheel.member))
+    return kept / name
+
+
+def _download(wheel: Wheel, folder: Path) -> None:
+    pins = folder / "pins.txt"
+    pins.write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n", "utf-8")
+    where = [word for p in wheel.platforms for word in ("--platform", p)]
+    only = [
+        "--no-deps",
+        "--only-binary=:all:",
+        "--python-version",
+        "3.11",
+        "--implementation",
+        "cp",
+    ]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--require-hashes"]
+    done = subprocess.run(
+        [*command, *only, *where, "-d", str(folder), "-r", str(pins)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["no message"])[-1][:200]
+        raise EdgeQKVError(f"{wheel.requirement} could not be downloaded: {said}")
+
+
+def read_folder(folder: Path) -> RunnerFolder:
+    data = json.loads((folder / MANIFEST).read_text("utf-8"))
+    files = {name: FileEntry(**entry) for name, entry in data.pop("files").items()}
+    return RunnerFolder(path=folder, files=files, **data)
