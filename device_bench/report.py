@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 from device_bench.compare import Comparison, mixtures
-from device_bench.figures import Row, device_label, fold, one_per_bundle
+from device_bench.figures import Row, device_label, fold, one_per_bundle, read_bandwidth
 from device_bench.report_memory import by_context, memory_points, per_token, stack
 from device_bench.report_parts import Section, colours_of, count, times
 from device_bench.report_speed import quality, speed
@@ -25,7 +25,7 @@ from edgeqkv.errors import MissingDependencyError, UsageError
 from edgeqkv.estimate import parse_bytes
 
 # Sizes to see a cache against where no --budget names a device.
-BUDGETS = (("16 MiB", 16 << 20), ("256 MiB", 256 << 20), ("4 GiB", 4 << 30))
+BUDGETS = (("32 MiB", 32 << 20), ("512 MiB", 512 << 20), ("2 GiB", 2 << 30))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _title(rows: Sequence[Row]) -> str:
 
 
 def headlines(rows: Sequence[Row]) -> list[Headline]:
-    """Three numbers at most, each only where it was measured."""
+    """Three numbers at most, each only where it was measured; names do not break at their hyphens."""
     found = []
     bundles = one_per_bundle(rows)
     cached = sorted((r for r in bundles if r.formula and r.declared), key=lambda r: r.formula)
@@ -126,7 +126,7 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
             f"depth {best.depth}, {best.threads} thread{'s' * (best.threads > 1)}"
         )
         found.append(Headline(count(best.decode_tok_s or 0), what))
-    return found
+    return [Headline(h.figure, h.what.replace("-", "\N{NON-BREAKING HYPHEN}")) for h in found]
 
 
 def _baseline(found: Sequence[Comparison], limit: float | None) -> dict[str, Any] | None:
@@ -136,21 +136,17 @@ def _baseline(found: Sequence[Comparison], limit: float | None) -> dict[str, Any
 def _facts(results: Sequence[BenchResult]) -> list[tuple[str, str]]:
     """What the machines were and the state they were in, every distinct value."""
     first, last = (f(r.conditions.started_at for r in results) for f in (min, max))
-    reads = {
-        t: b
-        for r in results
-        for b in r.conditions.read_bandwidth or ()
-        if b.nbytes == max(x.nbytes for x in r.conditions.read_bandwidth or ())
-        for t in [b.n_threads]
-    }
+    known = read_bandwidth(results)
+    largest = max((b.nbytes for b in known), default=0)
     loads = [x for r in results if (x := r.conditions.load_average_1m) is not None]
     rows = {
         "device": {device_label(r.device) for r in results},
         "memory": {human_bytes(m) for r in results if (m := r.device.memory_bytes)},
         "CPU features": {" ".join(r.device.features) for r in results if r.device.features},
         "read bandwidth": {
-            f"{b.bytes_per_s / 1e9:.1f} GB/s with {t} thread{'s' * (t > 1)}"
-            for t, b in sorted(reads.items())
+            f"{b.bytes_per_s / 1e9:.1f} GB/s with {b.n_threads} thread{'s' * (b.n_threads > 1)}"
+            for b in known
+            if b.nbytes == largest
         },
         "governor": {r.conditions.governor or "not readable" for r in results},
         "power": {r.conditions.power or "not readable" for r in results},

@@ -41,6 +41,7 @@ def memory_points(results: Sequence[BenchResult]) -> Cells:
 
 def per_token(rows: Sequence[Row], colours: dict[str, str], points: Cells) -> Section | None:
     bundles = [r for r in one_per_bundle(rows) if r.formula]
+    bundles.sort(key=lambda r: (r.backend, -r.formula, r.variant != "QKV"))
     if not bundles:
         return None
     drawn = []
@@ -153,7 +154,7 @@ def by_context(
     x = svg.log_axis("tokens of context", CONTEXTS[0], CONTEXTS[-1], lambda v: _tokens(v), base=2)
     y = svg.log_axis("cache, log scale", low / 1.5, high * 1.5, _size, base=2)
     y = dataclasses.replace(y, ticks=[t for t in y.ticks if round(t[0]).bit_length() % 4 == 1])
-    rules = [Rule(size, name) for name, size in budgets]
+    rules = [Rule(size, f"budget: {name}") for name, size in budgets]
     return Section(
         key="cache-by-context",
         title="Cache against context",
@@ -212,7 +213,7 @@ def stack(results: Sequence[BenchResult], rows: Sequence[Row]) -> Section | None
         who = f"{r.artifact.backend} {r.model.label} {r.cache.layout}"
         named = (("weights", weights), ("cache", cache), ("workspace", rest))
         parts = [(float(n), f"part-{k}", f"{who}: {k} {human_bytes(n)}") for k, n in named]
-        drawn.append(Bar(f"{who}, {tokens:,} tokens", human_bytes(weights + cache + rest), parts))
+        drawn.append(Bar(f"{who} @ {tokens:,}", human_bytes(weights + cache + rest), parts))
         table.append(
             [r.artifact.backend, r.model.label, r.cache.layout, w.label, tokens]
             + [human_bytes(n) for n in (weights, cache, rest, runtime, m.peak_rss)]

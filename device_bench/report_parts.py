@@ -53,5 +53,5 @@ def marked(row: Row) -> str:
 
 
 def legend(rows: Sequence[Row], colours: dict[str, str]) -> list[tuple[str, str, str]]:
-    variants = sorted({(-r.formula, r.variant) for r in rows})
-    return [(colours[v], "box", v) for v in dict.fromkeys(v for _, v in variants)]
+    variants = sorted({(-r.formula, r.variant != "QKV", r.variant) for r in rows})
+    return [(colours[v], "box", v) for v in dict.fromkeys(v for _, _, v in variants)]

@@ -7,6 +7,7 @@ once for a phone, so that letters keep their size. Every text is escaped here.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from html import escape
@@ -168,16 +169,17 @@ def bars(rows: Sequence[Bar], width: int, *, label: str) -> str:
 
 def _thinned(
     ticks: Sequence[tuple[float, str]], place: Callable[[float], float]
-) -> list[tuple[float, str]]:
-    """Those ticks whose names have room."""
-    kept: list[tuple[float, str]] = []
-    end = -math.inf
-    for value, name in ticks:
-        half = 3.6 * len(name)
-        if place(value) - half > end + 6:
-            kept.append((value, name))
-            end = place(value) + half
-    return kept
+) -> Sequence[tuple[float, str]]:
+    """Every tick, or every second, third ...: the first of these whose names have room."""
+    for step in range(1, len(ticks) + 1):
+        kept = ticks[::step]
+        pairs = itertools.pairwise(kept)
+        if all(
+            place(b) - place(a) > 3.6 * (len(name) + len(after)) + 8
+            for (a, name), (b, after) in pairs
+        ):
+            return kept
+    return ticks[:1]
 
 
 def _svg(width: int, height: int, label: str, parts: Sequence[str]) -> str:
