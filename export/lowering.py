@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,6 +47,12 @@ class Lowered:
     prefill_chunk: int
     tools: Mapping[str, str]
     details: Mapping[str, Any]
+
+
+def shared_copy(decoder: Decoder) -> Decoder:
+    """A copy whose modules may be replaced; every tensor is shared with the original."""
+    tensors = (*decoder.parameters(), *decoder.buffers())
+    return copy.deepcopy(decoder, {id(tensor): tensor for tensor in tensors})
 
 
 class Backend(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from device_bench import malloc_chunks
 from edgeqkv.artifact import Artifact, inside
 from edgeqkv.errors import BundleError, MissingDependencyError, RunError, UnsupportedError
+from edgeqkv.quant import GROUPED
 from edgeqkv.quiet import quiet
 from edgeqkv.runner import check_tokens
 
@@ -46,6 +48,8 @@ def load(artifact: Artifact, directory: Path, *, threads: int, capacity: int) ->
 
             if artifact.formulation == "custom-sdpa":
                 _load_custom_ops(torch)
+            if artifact.quantisation.recipe.schemes & set(GROUPED):
+                _load_quantised_kernels()
         except ImportError as e:
             raise MissingDependencyError(
                 f"running an ExecuTorch bundle needs {e.name}; pip install 'edgeqkv[executorch]'"
@@ -78,6 +82,14 @@ def _load_custom_ops(torch: Any) -> None:
 
     (library,) = Path(custom_ops.__path__[0]).glob("*custom_ops_aot_lib.*")
     torch.ops.load_library(library)
+
+
+def _load_quantised_kernels() -> None:
+    """Register the lookups in quantised embeddings; their Python module would add torch's side too."""
+    import executorch
+
+    (library,) = Path(executorch.__path__[0], "lib").glob("*executorch_kernels_quantized.*")
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 class ExecutorchRunner:

@@ -7,7 +7,6 @@ as that constexpr: weight.bin gets them packed, with their float16 scales, and n
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from edgeqkv.model import Decoder
+from export.lowering import shared_copy
 from export.quantise import QuantTensor
 
 _OPERATOR = torch.library.Library("edgeqkv", "DEF")  # type: ignore[no-untyped-call]
@@ -53,8 +53,7 @@ class _Quantised(nn.Module):
 
 def with_integers(decoder: Decoder, tensors: Mapping[str, QuantTensor]) -> Decoder:
     """The decoder with the modules of ``tensors`` replaced; every other tensor is shared with it."""
-    same = {id(t): t for t in (*decoder.parameters(), *decoder.buffers())}
-    changed = copy.deepcopy(decoder, same)
+    changed = shared_copy(decoder)
     for name, tensor in tensors.items():
         module = changed.get_submodule(name)
         table = isinstance(module, nn.Embedding)

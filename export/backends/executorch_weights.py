@@ -75,7 +75,7 @@ def _dynamic(tensor: QuantTensor) -> nn.Parameter:
         qdata=tensor.q,
         scale=scale,
         zero_point=torch.zeros_like(scale, dtype=torch.int8),
-        target_dtype={4: torch.int4, 8: torch.int8}[tensor.bits],
+        target_dtype={4: torch.int4, 8: torch.int8}[tensor.bits],  # type: ignore[attr-defined]
         block_size=(1, tensor.group_size),
         dtype=torch.float32,
         activation_quantization=ACTIVATIONS,

@@ -251,6 +251,8 @@ def _warnings(methods: list[_Method]) -> Iterator[str]:
     names = {call.name for m in methods for call in m.calls}
     if llm := sorted(n for n in names if n.startswith("llama::")):
         yield f"{', '.join(llm)}: loads only in a runner built with ExecuTorch's LLM operators"
+    if lookups := sorted(n for n in names if n.startswith("quantized_decomposed::")):
+        yield f"{', '.join(lookups)}: loads only in a runner built with ExecuTorch's quantized kernels"
     backends = {d.id for m in methods for d in m.plan.delegates}
     if foreign := sorted(backends - {"XnnpackBackend"}):
         yield f"delegates to {', '.join(foreign)}, which this audit cannot look into"

@@ -3,7 +3,7 @@
 A method ``forward_<capacity>`` takes ``input_ids`` [1,S] int64 and ``input_pos`` [S] int64 (S from 1
 to the prefill chunk: prefill and decode are the same program) and gives ``logits`` [1,1,V] float32
 of the last token. Its cache is mutable buffers, planned into an arena of their own. All methods
-share one copy of the weights in the file; a runner loads the smallest that holds its context,
+share one copy of the weights in the file, a tied embedding and head too; a runner loads the smallest that holds its context,
 because a static cache is paid in full at load and read in full on each step.
 """
 
@@ -23,12 +23,12 @@ from edgeqkv.quiet import quiet
 from edgeqkv.spec import ModelSpec
 from export.backends.executorch_program import Custom, Full, Plain
 from export.backends.executorch_share import share
+from export.backends.executorch_weights import ACTIVATIONS, check_recipe, with_stored_weights
 from export.lowering import Lowered, Request
 
 ENTRY = "model.pte"
 PREFILL_CHUNK = 128  # bounds the workspace of the scores, H * chunk * capacity floats
 LEAST_CAPACITY = 32
-WEIGHTS = ("fp32",)
 ATTENTION = {"plain": "plain-bmm", "custom": "custom-sdpa"}
 # An fp16 buffer has to be widened before XNNPACK can multiply it, by a portable kernel and into a
 # float32 copy of the layer's cache: 445 us for [1,2048,64], against 180 us for all of attention.
@@ -42,10 +42,7 @@ CACHE_ARENA = 2  # index into non_const_buffer_sizes: 0 is unused, 1 is activati
 
 def check(request: Request) -> None:
     """Raises UnsupportedError for weights, a cache dtype or options this backend does not know."""
-    if request.recipe.schemes - set(WEIGHTS):
-        raise UnsupportedError(
-            f"executorch: weights {request.weights!r} are not supported; allowed: {', '.join(WEIGHTS)}"
-        )
+    check_recipe(request.model, request.recipe)
     for name, value in request.options.items():
         if name != "et_attention":
             raise UnsupportedError(f"executorch: unknown option {name!r}; allowed: et_attention")
@@ -98,9 +95,9 @@ def lower(decoder: Decoder, request: Request, directory: Path) -> Lowered:
             ) from None
         if chosen == "custom-sdpa":
             import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  registers llama::
+        stored = with_stored_weights(decoder, request.recipe, request.tensors)
         programs = {
-            f"forward_{size}": _export(decoder, cache, chosen, size, request.model)
-            for size in sizes
+            f"forward_{size}": _export(stored, cache, chosen, size, request.model) for size in sizes
         }
         manager = _to_executorch(programs)
         with (directory / ENTRY).open("wb") as f:
@@ -114,8 +111,9 @@ def lower(decoder: Decoder, request: Request, directory: Path) -> Lowered:
         formulation=chosen,
         capacities=sizes,
         prefill_chunk=cache.capacity if chosen == "full" else min(PREFILL_CHUNK, cache.capacity),
-        tools={name: version(name) for name in ("torch", "executorch")},
+        tools={name: version(name) for name in ("torch", "executorch", "torchao")},
         details={
+            "activations": ACTIVATIONS if request.tensors else "fp32",
             "shared_constant_bytes": saved,
             "planned_bytes": {str(size): arenas for size, arenas in planned.items()},
             "cache_arena_bytes": {

@@ -31,7 +31,7 @@ def operators(directory):
 def test_check_names_what_is_allowed():
     check(request())
     for bad, message in (
-        (request(weights="int4"), "int4.*allowed: fp32"),
+        (request(weights="fp16"), "wte as fp16 is not supported; allowed: fp32, int8 with one"),
         (request(onnx_attention="gemm"), "onnx_attention.*allowed: et_attention"),
         (request(et_attention="fast"), "fast.*allowed: auto, plain, custom"),
         (request(dtype="fp16"), "fp16.*allowed: fp32"),
