@@ -30,7 +30,15 @@ from device_bench.jobs import JobFailed
 from device_bench.runners.run_onnx import LEAST_CHUNK, SCORE_BYTES
 from device_bench.schema import build
 from device_bench.workload import Workload
-from edgeqkv.artifact import GOLDEN, TOKENIZER, Artifact, inside, read_artifact, read_golden
+from edgeqkv.artifact import (
+    GOLDEN,
+    TOKENIZER,
+    Artifact,
+    file_entry,
+    inside,
+    read_artifact,
+    read_golden,
+)
 from edgeqkv.console import note
 from edgeqkv.errors import EdgeQKVError, UsageError
 from edgeqkv.limits import THRESHOLDS
@@ -210,21 +218,24 @@ class Page:
         return None
 
     def _message(self, artifact: Artifact, bundle: Path, workload: Workload) -> dict[str, Any]:
-        """The job as page.js and worker.js read it; its files are served from now on."""
+        """The job as page.js and worker.js read it; its files are served from now on.
+
+        A name served has the hash of what it is in it: the page fetches each once.
+        """
         cache, model = artifact.cache, artifact.model
-        served = artifact.files[artifact.entry].sha256[:16]
         files = {
-            name: f"bundle/{served}/{name}"
-            for name in artifact.files
+            name: f"bundle/{entry.sha256[:16]}/{name}"
+            for name, entry in artifact.files.items()
             if name not in (GOLDEN, TOKENIZER)
         }
         private = self._link.session.private
         private.update({url: inside(bundle, name) for name, url in files.items()})
         golden = read_golden(bundle)
-        rows = self._link.folder / f"{served}.rows"
+        known = file_entry(bundle / GOLDEN).sha256[:16]
+        rows = self._link.folder / f"{known}.rows"
         stacked = np.vstack([golden.prefill_logits[None], golden.decode_logits])
         rows.write_bytes(np.ascontiguousarray(stacked, "<f4").tobytes())
-        private[f"golden/{served}"] = rows
+        private[f"golden/{known}"] = rows
         threads = f"{workload.n_threads} thread{'s' * (workload.n_threads > 1)}"
         engine = "WebGPU" if self.engine == "webgpu" else f"wasm, {threads}"
         title = f"{artifact.model.label}, {cache.layout} cache"
@@ -244,7 +255,7 @@ class Page:
             "golden": {
                 "prompt_ids": golden.prompt_ids.tolist(),
                 "decode_ids": golden.decode_ids.tolist(),
-                "rows": f"golden/{served}",
+                "rows": f"golden/{known}",
                 "vocab_size": model.vocab_size,
             },
             "bundle": {

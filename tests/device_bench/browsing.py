@@ -1,0 +1,105 @@
+"""A headless Chromium of a phone's size, and the bench that waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from device_bench.browser.package import runtime_files
+from edgeqkv.errors import MissingDependencyError
+from tests.device_bench import chromium
+
+FLAGS = ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--no-first-run")
+PHONE = "--window-size=390,844"
+SOFTWARE_GPU = ("--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader")
+
+
+def needs_browser() -> str:
+    """The program; skips the test without it, or without onnxruntime-web."""
+    found = chromium.find()
+    if found is None:
+        pytest.skip("no Chromium here; apt-get install chromium")
+    try:
+        runtime_files()
+    except MissingDependencyError as e:
+        pytest.skip(str(e))
+    return found
+
+
+@contextlib.contextmanager
+def browse(url: str, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A browser with a profile of its own that shows ``url``; killed, all of it, in the end."""
+    # Its children may still write into the profile while it is removed.
+    with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as profile:
+        command = [needs_browser(), *FLAGS, PHONE, f"--user-data-dir={profile}", *flags, url]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        process = subprocess.Popen(command, start_new_session=True, **quiet)
+        try:
+            yield process
+        finally:
+            kill(process)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+class Bench:
+    """``edgeqkv bench ... --device browser:WAY`` in a process of its own; ``url`` is its link."""
+
+    def __init__(self, *arguments: object, way: str = "local") -> None:
+        needs_browser()
+        code = "from edgeqkv.cli import main; main()"
+        command = [sys.executable, "-c", code, "bench", *map(str, arguments)]
+        self.process = subprocess.Popen(
+            [*command, "--device", f"browser:{way}", "--processes", "1", "--seed", "1"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.said = ""
+        self.url = self.wait_for(r"open on the phone: (\S+)")[1]
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """Read stderr until a line has ``pattern``."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said += line
+            if match := re.search(pattern, line):
+                return match
+        raise AssertionError(f"{pattern!r} was never said: {self.said}")
+
+    def finish(self) -> tuple[int, str, str]:
+        """(exit status, stdout, all of stderr)."""
+        out, rest = self.process.communicate(timeout=240)
+        assert "Traceback" not in rest, rest
+        return self.process.returncode, out, self.said + rest
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def copy_with_golden(source: Path, target: Path, decoder: object) -> Path:
+    """A bundle of ``tests.onnx_bundles`` with its golden vectors, free to be changed."""
+    from edgeqkv.artifact import write_golden
+    from export.golden import make_golden
+
+    shutil.copytree(source, target)
+    write_golden(target, make_golden(decoder, 64))  # type: ignore[arg-type]
+    return target
