@@ -16,36 +16,11 @@ _Z95 = 1.959964
 
 
 @dataclasses.dataclass(frozen=True)
-class Summary:
-    """Median, median absolute deviation and quartiles of n samples, in their unit."""
-
-    n: int
-    median: float
-    mad: float
-    q1: float
-    q3: float
-
-    @property
-    def iqr(self) -> float:
-        return self.q3 - self.q1
-
-
-@dataclasses.dataclass(frozen=True)
 class Slope:
     """y per x, and its 95 % interval (None where the points cannot give one)."""
 
     value: float
     ci95: tuple[float, float] | None
-
-
-def summarize(values: Sequence[float]) -> Summary | None:
-    """None for no values."""
-    if not values:
-        return None
-    x = np.asarray(values, float)
-    median = float(np.median(x))
-    q1, q3 = np.percentile(x, [25, 75])
-    return Summary(x.size, median, float(np.median(np.abs(x - median))), float(q1), float(q3))
 
 
 def percentile(values: Sequence[float], q: float) -> float | None:

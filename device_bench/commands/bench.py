@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from device_bench.bundles import Bundle
     from device_bench.conditions import Bandwidth
-    from device_bench.devices import Transport
+    from device_bench.devices import DeviceLost, Transport
     from device_bench.result import BenchResult
     from device_bench.stability import Limits
-    from device_bench.sweep import Bundle
     from device_bench.workload import Workload
 
 
@@ -65,10 +65,20 @@ def run(
     ] = None,
     device: Annotated[
         list[str] | None,
-        typer.Option(help="Where to run: local; repeatable. [default: local]"),
+        typer.Option(
+            metavar="local|adb[:SERIAL]|browser", help="Where to run; repeatable. [default: local]"
+        ),
     ] = None,
     engine: Annotated[
-        str | None, typer.Option(help="What drives the runtime. [default: the device's own]")
+        str | None,
+        typer.Option(
+            metavar="python|native",
+            help="What drives the runtime here: native is C, without Python in the process.",
+        ),
+    ] = None,
+    cores: Annotated[
+        str | None,
+        typer.Option(metavar="4-7", help="CPUs to run on, such as a phone's big cores."),
     ] = None,
     baseline_tool: Annotated[
         str | None,
@@ -92,9 +102,9 @@ def run(
     import tempfile
 
     from device_bench.baselines import resolve, write_baselines
+    from device_bench.bundles import open_bundle
     from device_bench.devices import open_transports
     from device_bench.stability import Limits, parse_share
-    from device_bench.sweep import open_bundle
     from device_bench.workload import expand, parse_counts, parse_pair
     from edgeqkv.errors import UsageError
 
@@ -122,9 +132,13 @@ def run(
     earlier = _prepare(output, resume, overwrite)
     with tempfile.TemporaryDirectory(prefix="edgeqkv-baseline-") as folder:
         opened = [open_bundle(path) for path in write_baselines(sources, Path(folder))]
-        devices = open_transports(device or ["local"], engine)
-        results = _sweep(devices, opened, plan, output, earlier, memory, timeout, limits)
-    _report(results, as_json)
+        pinned = parse_counts(cores, "--cores") if cores else []
+        devices = open_transports(device or ["local"], engine, pinned)
+        results, lost = _sweep(devices, opened, plan, output, earlier, memory, timeout, limits)
+    if results or not lost:
+        _report(results, as_json)
+    if lost:  # said last, and with an exit status: some lines are missing
+        raise lost[0]
 
 
 def _prepare(output: Path | None, resume: bool, overwrite: bool) -> list[BenchResult]:
@@ -166,10 +180,12 @@ def _sweep(
     memory: bool,
     timeout: float | None,
     limits: Limits,
-) -> list[BenchResult]:
-    """Run what is missing; the results of the plan, earlier ones included."""
+) -> tuple[list[BenchResult], list[DeviceLost]]:
+    """Run what is missing; the results of the plan, earlier ones included, and what was lost."""
+    import threading
     import uuid
 
+    from device_bench.devices import run_each
     from device_bench.output import render, write_whole
     from device_bench.result import append_result
     from device_bench.sweep import run_sweep
@@ -183,34 +199,39 @@ def _sweep(
     }
     results = [r for r in earlier if r.configuration in planned]
     run_id = uuid.uuid4().hex[:12]
-    bandwidth = _bandwidth(plan) if memory else None
+    local = any(m.kind == "local" for m, _ in machines)
+    bandwidth = _bandwidth(plan) if memory and local else None
     lines = output is not None and output.suffix == ".jsonl"
     with progress(len(planned) - len(results), "bench") as advance:
+        one_at_a_time = threading.Lock()
 
         def finished(result: BenchResult) -> None:
-            results.append(result)
-            if output is not None and lines:
-                append_result(output, result)
+            with one_at_a_time:
+                results.append(result)
+                if output is not None and lines:
+                    append_result(output, result)
             threads = f"{result.workload.n_threads} thread{'s' * (result.workload.n_threads > 1)}"
             name = f"{result.artifact.backend} {result.model.label} {result.cache.layout}"
             outcome = "" if result.status == "ok" else f": {result.status}: {result.reason}"
             advance(f"{name} {result.workload.label}, {threads}{outcome}")
 
+        def sweep(device: Transport) -> None:
+            run_sweep(
+                device,
+                bundles,
+                plan,
+                run_id=run_id,
+                with_memory=memory,
+                timeout_s=timeout,
+                limits=limits,
+                bandwidth=bandwidth if device.describe().kind == "local" else None,
+                earlier=earlier,
+                finished=finished,
+            )
+
         try:
             _check_thermometers(devices, limits)
-            for device, (machine, _) in zip(devices, machines, strict=True):
-                run_sweep(
-                    device,
-                    bundles,
-                    plan,
-                    run_id=run_id,
-                    with_memory=memory,
-                    timeout_s=timeout,
-                    limits=limits,
-                    bandwidth=bandwidth if machine.kind == "local" else None,
-                    earlier=earlier,
-                    finished=finished,
-                )
+            lost = run_each(devices, sweep)
         except KeyboardInterrupt:
             if output is not None:
                 go_on = "; go on with --resume" if lines else ""
@@ -221,7 +242,9 @@ def _sweep(
                 device.close()
             if output is not None and not lines and results:
                 write_whole(output, render(results, output.suffix))
-    return results
+    for each in lost:
+        note(f"lost: {each}" + ("; go on with --resume" if lines else ""))
+    return results, lost
 
 
 def _check_thermometers(devices: list[Transport], limits: Limits) -> None:
@@ -274,9 +297,9 @@ def _self_test(seed: int, timeout: float | None, as_json: bool) -> None:
     import tempfile
 
     from device_bench import self_test
+    from device_bench.bundles import open_bundle
     from device_bench.devices import open_transports
     from device_bench.stability import Limits
-    from device_bench.sweep import open_bundle
     from device_bench.workload import expand
     from edgeqkv.console import print_json, print_table
     from edgeqkv.errors import EXIT_INVALID
@@ -286,7 +309,7 @@ def _self_test(seed: int, timeout: float | None, as_json: bool) -> None:
         opened = [open_bundle(self_test.write_bundle(Path(folder, m), m)) for m in modes]
         plan = expand([128], [32], [0], [1], repetitions=15, seed=seed, bundles=2)
         here = open_transports(["local"], None)
-        results = _sweep(here, opened, plan, None, [], True, timeout, Limits())
+        results, _ = _sweep(here, opened, plan, None, [], True, timeout, Limits())
         checks = self_test.check_results(results)
     if as_json:
         print_json([{**dataclasses.asdict(c), "passed": c.passed} for c in checks])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from device_bench import sweep
+from device_bench import slopes, sweep
+from device_bench.bundles import open_bundle
 from device_bench.conditions import conditions, device
 from device_bench.result import BenchResult, MemoryPoint, Samples
 from device_bench.self_test import write_bundle
@@ -25,8 +26,8 @@ def result(
     """
     if not folder.exists():
         write_bundle(folder, "growing", layout=layout)
-    bundle = sweep.open_bundle(folder)
-    true = sweep.formula(bundle.artifact)
+    bundle = open_bundle(folder)
+    true = slopes.formula(bundle.artifact)
     points = [
         MemoryPoint(t, true * t, (true + 1024) * t + 5_000_000) for t in range(128, 1025, 128)
     ]
@@ -36,7 +37,7 @@ def result(
         sweep.Outcome(DECODE if gen else SAMPLES, "self-test", interpreted=False),
         machine=device(),
         state=dataclasses.replace(conditions(1), load_average_1m=0.1),
-        figures=sweep.with_slopes(sweep.BytesPerToken(true, declared=true), "depth", points),
+        figures=slopes.with_slopes(slopes.BytesPerToken(true, declared=true), "depth", points),
         run_id="test",
     )
     return dataclasses.replace(line, **changes)

@@ -12,7 +12,7 @@ from device_bench.result import (
     read_results,
     schema,
 )
-from device_bench.sweep import TOLERANCE, contradiction
+from device_bench.slopes import TOLERANCE, contradiction
 from edgeqkv.errors import SpecError
 from tests.device_bench.results import result
 

@@ -10,7 +10,6 @@ from device_bench.stats import (
     percentile,
     process_interval,
     ratio_interval,
-    summarize,
     t95,
     theil_sen,
     variation,
@@ -36,18 +35,7 @@ def test_percentiles_at_the_order_statistics_are_the_samples(values):
         assert percentile(values, q) == pytest.approx(value, rel=1e-6, abs=1e-3)
 
 
-@given(samples)
-def test_summary_is_robust_and_ordered(values):
-    s = summarize(values)
-    assert s.q1 <= s.median <= s.q3
-    assert s.iqr >= 0
-    assert s.n == len(values)
-    assert s.median == pytest.approx(float(np.median(values)))
-    assert sum(abs(v - s.median) <= s.mad for v in values) >= len(values) / 2
-
-
 def test_nothing_measured_is_none_and_not_zero():
-    assert summarize([]) is None
     assert percentile([], 50) is None
     assert median_interval([]) is None
     assert theil_sen([], []) is None
