@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
-import os
-import shutil
 import socket
 import ssl
 import subprocess
 import sys
 from pathlib import Path
 
+from device_bench.adb.client import find_adb, listed
 from edgeqkv.console import note
 from edgeqkv.errors import EdgeQKVError, MissingDependencyError
 
 CERTIFICATE_DAYS = 2
 ADB_S = 20
-
-
-@dataclasses.dataclass(frozen=True)
-class Phone:
-    """An attached Android phone that answers: its serial number, and the adb to talk to it with."""
-
-    adb: str
-    serial: str
 
 
 def lan_address() -> str:
@@ -75,52 +65,43 @@ def fingerprint(certificate: Path) -> str:
     return hashlib.sha256(der).digest().hex(":").upper()
 
 
-def attached_phone(adb: str | None, serial: str | None = None) -> Phone | None:
-    """The phone with ``serial``, or the only one; None without adb or without one phone to choose."""
-    if adb is None:
-        return None
+def attached_phone(serial: str | None = None) -> str | None:
+    """The serial of the phone asked for, or of the only one; None where none can be used."""
     try:
-        listed = _adb(adb, "devices").splitlines()[1:]
-    except EdgeQKVError:
+        ready = [d.serial for d in listed() if d.state == "device"]
+    except (EdgeQKVError, OSError, subprocess.SubprocessError):
         return None
-    ready = [line.split("\t")[0] for line in listed if line.endswith("\tdevice")]
     chosen = [s for s in ready if serial in (None, s)]
-    return Phone(adb, chosen[0]) if len(chosen) == 1 else None
+    return chosen[0] if len(chosen) == 1 else None
 
 
-def reverse(phone: Phone, port: int) -> None:
+def reverse(serial: str, port: int) -> None:
     """Make ``port`` of this machine ``localhost:port`` on the phone: a secure context, by cable."""
-    _adb(phone.adb, "-s", phone.serial, "reverse", f"tcp:{port}", f"tcp:{port}")
+    _adb(serial, "reverse", f"tcp:{port}", f"tcp:{port}")
 
 
-def unreverse(phone: Phone, port: int) -> None:
+def unreverse(serial: str, port: int) -> None:
     """Undo :func:`reverse`; a phone that was unplugged has forgotten it already."""
     with contextlib.suppress(EdgeQKVError):
-        _adb(phone.adb, "-s", phone.serial, "reverse", "--remove", f"tcp:{port}")
+        _adb(serial, "reverse", "--remove", f"tcp:{port}")
 
 
-def open_on(phone: Phone, url: str) -> None:
-    """Ask the phone to show ``url`` in its browser."""
-    view = ["am", "start", "-a", "android.intent.action.VIEW", "-d", url]
-    _adb(phone.adb, "-s", phone.serial, "shell", *view)
+def open_on(serial: str, url: str) -> None:
+    """Ask the phone to show ``url`` in its browser. A token and a number need no quotes."""
+    _adb(serial, "shell", "am", "start", "-a", "android.intent.action.VIEW", "-d", url)
 
 
-def _adb(adb: str, *arguments: str) -> str:
+def _adb(serial: str, *arguments: str) -> None:
+    command = [find_adb(), "-s", serial, *arguments]
     try:
         done = subprocess.run(
-            [adb, *arguments], capture_output=True, text=True, timeout=ADB_S, check=False
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ADB_S
         )
-    except (OSError, subprocess.TimeoutExpired):
-        raise EdgeQKVError(f"{adb} does not answer; try `adb kill-server`") from None
+    except subprocess.TimeoutExpired:
+        raise EdgeQKVError(f"{serial} does not answer after {ADB_S} s") from None
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
-        raise EdgeQKVError(f"adb {' '.join(arguments)}: {said}")
-    return done.stdout
-
-
-def find_adb() -> str | None:
-    """ADB in the environment, else the one on PATH."""
-    return os.environ.get("ADB") or shutil.which("adb")
+        raise EdgeQKVError(f"{serial}: adb {arguments[0]}: {said}")
 
 
 def show_link(url: str) -> None:

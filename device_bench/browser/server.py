@@ -19,6 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from device_bench.devices import DeviceLost
 from device_bench.jobs import JobFailed
 from edgeqkv.errors import EdgeQKVError, SpecError
 
@@ -51,7 +52,8 @@ class Session:
     """What the handler threads and the bench share, under ``changed``.
 
     client: the cookie of the browser that claimed the link. job: what it has to run, with its id;
-    outcome: what it said about it. streams: open event streams; gone_since: when the last closed.
+    sent: the id of the last job that went out; broken: of one whose page was loaded anew while it
+    ran; outcome: what the page said. streams: open event streams; gone_since: when the last closed.
     """
 
     token: str
@@ -63,6 +65,8 @@ class Session:
     client: str | None = None
     claim: Any = None
     job: dict[str, Any] | None = None
+    sent: int | None = None
+    broken: int | None = None
     outcome: Any = None
     streams: int = 0
     gone_since: float = 0.0
@@ -147,6 +151,8 @@ class Handler(BaseHTTPRequestHandler):
                 return self._refuse(409)
             session.client = session.client or secrets.token_urlsafe(24)
             session.claim = session.claim or claim
+            if session.job is not None and session.job["id"] == session.sent:
+                session.broken = session.sent
             session.gone_since = time.monotonic()
             session.changed.notify_all()
         flags = f"Path=/{session.token}/; HttpOnly; SameSite=Strict"
@@ -177,7 +183,7 @@ class Handler(BaseHTTPRequestHandler):
             while not session.ended:
                 job = self._next(sent)
                 if job is not None:
-                    sent = job["id"]
+                    sent = session.sent = job["id"]
                     self.wfile.write(b"event: job\ndata: " + json.dumps(job).encode() + b"\n\n")
                 else:
                     self.wfile.write(b":\n\n")
@@ -234,6 +240,7 @@ class PageServer(ThreadingHTTPServer):
     def __init__(self, address: str, session: Session, certificate: Path | None = None) -> None:
         super().__init__((address, 0), Handler)
         self.session = session
+        self._one_job = threading.Lock()
         self.tls = None
         if certificate is not None:
             self.tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -270,28 +277,40 @@ class PageServer(ThreadingHTTPServer):
         return session.claim
 
     def run(self, job: dict[str, Any], timeout_s: float | None) -> Any:
-        """Hand ``job`` to the page and wait for what it says.
+        """Hand ``job`` to the page and wait for what it says; one job at a time.
 
         Raises:
-            JobFailed: the browser is gone, or no answer came in ``timeout_s``.
+            JobFailed: the page was loaded anew meanwhile, or no answer came in ``timeout_s``.
+            DeviceLost: the browser is gone.
         """
         session = self.session
-        end = None if timeout_s is None else time.monotonic() + timeout_s
-        with session.changed:
+        with self._one_job, session.changed:
+            end = None if timeout_s is None else time.monotonic() + timeout_s
             session.job, session.outcome = job, None
             session.changed.notify_all()
             try:
                 while session.outcome is None:
                     session.changed.wait(0.2)
-                    if end is not None and time.monotonic() > end:
-                        raise JobFailed(f"hung: no result after {timeout_s:g} s (--timeout)")
-                    if not session.streams and time.monotonic() - session.gone_since > GONE_S:
-                        raise JobFailed(
-                            "the browser is gone: the page was closed, or the phone lost the network"
-                        )
+                    if session.outcome is None:
+                        self._check_alive(job, end, timeout_s)
                 return session.outcome
             finally:
                 session.job = None
+
+    def _check_alive(self, job: dict[str, Any], end: float | None, timeout_s: float | None) -> None:
+        session, now = self.session, time.monotonic()
+        if session.broken == job["id"]:
+            raise JobFailed(
+                "the page was loaded again while it ran: by hand, or because it had crashed, as "
+                "pages do when memory runs out"
+            )
+        if end is not None and now > end:
+            raise JobFailed(f"hung: no result after {timeout_s:g} s (--timeout)")
+        if session.ended or (not session.streams and now - session.gone_since > GONE_S):
+            raise DeviceLost(
+                "the browser is gone: its page was closed, or the phone lost the network; what is "
+                "missing can be measured with --resume"
+            )
 
     def stop(self) -> None:
         """Tell the page that it is over, and close; does nothing the second time."""

@@ -95,7 +95,7 @@ class Link:
 
     def _open(self, way: str, serial: str | None) -> None:
         runtime = runtime_files()
-        phone = link.attached_phone(link.find_adb(), serial) if way in ("", "adb") else None
+        phone = link.attached_phone(serial) if way in ("", "adb") else None
         if way == "adb" and phone is None:
             raise EdgeQKVError(
                 f"--device browser:adb: {serial or 'no single Android phone'} is not attached and "
@@ -119,7 +119,7 @@ class Link:
         if phone:
             link.reverse(phone, self.server.port)
             self._stack.callback(link.unreverse, phone, self.server.port)
-            note(f"opening {self.url} on {phone.serial} (adb reverse)")
+            note(f"opening {self.url} on {phone} (adb reverse)")
             link.open_on(phone, self.url)
             return
         link.show_link(self.url)

@@ -135,7 +135,7 @@ def test_webgpu_rendered_in_software_is_correctness_only(bundles, tmp_path, cli)
     assert "correctness only" in cli("compare", out, check=0).stdout
 
 
-def test_a_killed_browser_is_a_failed_line_and_the_finished_ones_stay(bundles, tmp_path):
+def test_a_killed_browser_keeps_what_is_finished(bundles, tmp_path):
     out = tmp_path / "r.jsonl"
     sizes = ("-p", "8", "-n", "0", "-d", "0,1,2", "-r", "2")
     with Bench(bundles["gemm"], *sizes, "-o", out) as bench, browse(bench.url) as browser:
@@ -143,10 +143,9 @@ def test_a_killed_browser_is_a_failed_line_and_the_finished_ones_stay(bundles, t
         kill(browser)
         start = time.monotonic()
         status, _, stderr = bench.finish()
-    assert time.monotonic() - start < 30
-    assert status == 0, stderr
+    assert time.monotonic() - start < 40
+    assert status == 1
+    assert re.search(r"error: the browser is gone: .* --resume", stderr)
     results, _ = read_results(out)
-    assert len(results) == 3
-    assert results[0].status == "ok"
-    assert {r.status for r in results[1:]} == {"failed"}
-    assert all("the browser is gone" in r.reason for r in results[1:])
+    assert 1 <= len(results) < 3
+    assert {r.status for r in results} == {"ok"}

@@ -17,7 +17,7 @@ import pytest
 from device_bench.browser import link, package, server, transport
 from device_bench.browser.facts import Claim, read_outcome, system_of
 from device_bench.browser.server import HEADERS, MAX_POST_BYTES, PageServer, Session
-from device_bench.devices import open_transports
+from device_bench.devices import DeviceLost, open_transports
 from device_bench.jobs import JobFailed
 from device_bench.schema import build
 from edgeqkv.errors import EdgeQKVError, MissingDependencyError, UsageError
@@ -226,13 +226,20 @@ def test_a_job_goes_out_and_its_result_comes_back(page):
     runs.start()
     assert next_event(stream) == ("job", {"id": 1})
     stream.close()
-    stream = listen(page, cookie)  # a reload: it is told again
+    stream = listen(page, cookie)  # the connection broke: it is told again
     assert next_event(stream) == ("job", {"id": 1})
     late = RESULT | {"id": 7}  # of a job given up long ago
     assert ask(page, "POST", f"/{TOKEN}/result", late, Cookie=cookie)[0] == 204
     assert ask(page, "POST", f"/{TOKEN}/result", RESULT, Cookie=cookie)[0] == 204
     runs.join(10)
     assert said[0].samples.repetitions == ((1, 2),)
+    runs = threading.Thread(target=lambda: said.append(_error(lambda: page.run({"id": 2}, 10))))
+    runs.start()
+    assert next_event(stream) == ("job", {"id": 2})
+    assert ask(page, "POST", f"/{TOKEN}/claim", CLAIM, Cookie=cookie)[0] == 204
+    runs.join(10)
+    assert isinstance(said[1], JobFailed)
+    assert "the page was loaded again while it ran" in str(said[1])
     ends = threading.Thread(target=page.stop)
     ends.start()
     assert next_event(stream) == ("end", {})
@@ -240,6 +247,13 @@ def test_a_job_goes_out_and_its_result_comes_back(page):
     ends.join(10)
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", page.port), 2)
+
+
+def _error(run):
+    try:
+        return run()
+    except Exception as e:
+        return e
 
 
 def test_waiting_has_an_end(page, monkeypatch):
@@ -252,7 +266,7 @@ def test_waiting_has_an_end(page, monkeypatch):
         page.run({"id": 1}, 0.3)
     stream.close()
     start = time.monotonic()
-    with pytest.raises(JobFailed, match="the browser is gone"):
+    with pytest.raises(DeviceLost, match="the browser is gone"):
         page.run({"id": 2}, None)
     assert time.monotonic() - start < 6
 
