@@ -141,6 +141,8 @@ def depth_pass(artifact: Artifact, bundle: Path, workload: Workload) -> list[Mem
         used = artifact.model.used_tokens
         tokens = np.random.default_rng(workload.seed).integers(0, used, depths[-1]).tolist()
         points = []
+        runner.decode(tokens[0])  # depth 0 too is read with the workspace that a step leaves
+        runner.reset()
         for depth in depths:
             for token in tokens[runner.position : depth]:
                 runner.decode(token)

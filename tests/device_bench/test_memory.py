@@ -109,6 +109,10 @@ def test_depths_fill_whole_pages_and_fit(cache):
     if not depths:
         assert cache.capacity // unit < 6
         return
+    if depths[0] == 0:  # few pages of scales: every one of them
+        assert cache.dtype == "int8"
+        assert depths == list(range(0, cache.capacity + 1, unit))
+        return
     assert 6 <= len(depths) <= 8
     assert len({b - a for a, b in zip([0, *depths[:-1]], depths, strict=True)}) == 1
     assert all(d % unit == 0 for d in depths)
