@@ -9,6 +9,7 @@ because a static cache is paid in full at load and read in full on each step.
 
 from __future__ import annotations
 
+import functools
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,7 @@ def _to_executorch(programs: dict[str, torch.export.ExportedProgram]) -> Any:
     from executorch.exir.passes import MemoryPlanningPass
     from executorch.exir.passes.sym_shape_eval_pass import ConstraintBasedSymShapeEvalPass
 
+    _only_useful_passes()
     partitioner = XnnpackPartitioner()
     keep = partitioner.ops_to_not_decompose
     # Of the operators it keeps whole we have only linear, always with a constant weight: asking it
@@ -174,3 +176,32 @@ def _to_executorch(programs: dict[str, torch.export.ExportedProgram]) -> Any:
             },
         )
     )
+
+
+@functools.cache
+def _only_useful_passes() -> None:
+    """Leave out XNNPACK's passes for what no decoder has: each walks every partition of each method.
+
+    Nine are for images, convolutions, batch norms and static quantisation, or look for the
+    attention of a fused operator. The program is the same, byte for byte.
+    """
+    from executorch.backends.xnnpack import _passes, xnnpack_preprocess
+
+    skipped = {
+        "ConvertToUpsampleBilinear2d",
+        "ConvertToSDPAPass",
+        "FuseBatchNormPass",
+        "DecomposeBatchNorm",
+        "DecomposeConcatenate",
+        "InsertPadQDQPass",
+        "Conv1dUnsqueezePass",
+        "PReLUReshapePass",
+        "ChannelsLastTaggedReshapePass",
+    }
+
+    def manager(program: Any, passes: Any = None) -> Any:
+        made = _passes.XNNPACKPassManager(program, passes)
+        made.passes = [one for one in made.passes if one.__name__ not in skipped]
+        return made
+
+    xnnpack_preprocess.XNNPACKPassManager = manager
