@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from device_bench.devices import DeviceLost
 from edgeqkv.errors import EdgeQKVError, MissingDependencyError, UsageError
 
 # What adb prints of a serial; a network address and mDNS names are such too. Never starts with "-".
@@ -32,10 +33,6 @@ _GONE = re.compile(
     re.IGNORECASE,
 )
 QUICK_S = 30.0
-
-
-class DeviceLost(EdgeQKVError):
-    """The device cannot be reached any more; what was measured before is kept."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from device_bench.adb import store
-from device_bench.adb.client import Adb, DeviceLost, check_serial, listed, what_to_do
+from device_bench.adb.client import Adb, check_serial, listed, what_to_do
 from device_bench.adb.phone import ROOT, conditions_of, device_of, read_phone
 from device_bench.conditions import Conditions, Device
-from device_bench.devices import Transport
+from device_bench.devices import DeviceLost, Transport
 from device_bench.devices.local import with_method
 from device_bench.jobs import JobFailed
 from device_bench.native.build import PROGRAM
@@ -69,6 +69,7 @@ class AdbDevice:
         # Names of this process's own: two benches may use one phone one after the other.
         self._job = f"job-{os.getpid()}"
         self.cores: tuple[int, ...] | None = None
+        self._closed = False
         emulated = "emulated: the memory is the emulator's too, not the runtime's alone"
         self.no_memory = emulated if self._phone.emulated else None
 
@@ -81,6 +82,8 @@ class AdbDevice:
 
     def run(self, job: Mapping[str, Any], timeout_s: float | None) -> Any:
         bundle = Path(job["bundle"])
+        if self._closed:
+            raise DeviceLost(f"{self._adb.serial} is closed")
         try:
             artifact = read_artifact(bundle, check_sha256=False)
             check_supported(artifact, job["bundle"])
@@ -106,9 +109,13 @@ class AdbDevice:
         except EdgeQKVError as e:
             raise JobFailed(str(e)) from None
 
+    def pin(self, cores: tuple[int, ...]) -> None:
+        self.cores = cores
+
     def close(self) -> None:
-        with contextlib.suppress(EdgeQKVError):
-            store.remove(self._adb, self._job)
+        if not self._closed:
+            self._closed = True
+            self._kill(f"{ROOT}/{self._job}")
 
     def _runner(self, backend: str) -> RunnerFolder:
         if backend not in self._runners:

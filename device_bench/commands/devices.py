@@ -16,8 +16,9 @@ def run(
     """
     import dataclasses
 
-    from device_bench.adb.client import Adb, DeviceLost, listed, what_to_do
+    from device_bench.adb.client import Adb, listed, what_to_do
     from device_bench.adb.phone import read_phone
+    from device_bench.devices import DeviceLost
     from edgeqkv.console import human_bytes, note, print_json, print_table
 
     phones, others = [], []

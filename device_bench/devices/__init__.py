@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, cast
 
 from device_bench.conditions import Conditions, Device
-from edgeqkv.errors import UsageError
+from edgeqkv.errors import EdgeQKVError, UsageError
 
 # --device KIND or KIND:ARGUMENT -> the module whose ``open_devices`` makes the transports.
 TRANSPORTS = {
@@ -15,6 +16,10 @@ TRANSPORTS = {
     "adb": "device_bench.adb.transport",
     "browser": "device_bench.browser.transport",
 }
+
+
+class DeviceLost(EdgeQKVError):
+    """The device cannot be reached any more; what was measured before is kept."""
 
 
 class Transport(Protocol):
@@ -40,10 +45,12 @@ class Transport(Protocol):
 
         Raises:
             JobFailed: no value came; the message is the reason, one line.
+            DeviceLost: it has gone, and with it the rest of the sweep.
         """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Also ends a job that runs in another thread."""
 
 
 class TransportModule(Protocol):
@@ -59,11 +66,15 @@ class TransportModule(Protocol):
         ...
 
 
-def open_transports(names: Sequence[str], engine: str | None) -> list[Transport]:
+def open_transports(
+    names: Sequence[str], engine: str | None, cores: Sequence[int] = ()
+) -> list[Transport]:
     """The devices of ``--device`` texts such as ``local``, ``adb``, ``adb:SERIAL``; none twice.
 
+    cores: CPUs to run on, for transports with a method ``pin``; all where none is named.
+
     Raises:
-        UsageError: an unknown transport; and what ``open_devices`` raises.
+        UsageError: an unknown transport, CPUs it cannot choose; and what ``open_devices`` raises.
     """
     opened: list[Transport] = []
     try:
@@ -74,8 +85,52 @@ def open_transports(names: Sequence[str], engine: str | None) -> list[Transport]
                 raise UsageError(f"--device is {name!r}; allowed: {allowed}")
             module = cast(TransportModule, importlib.import_module(TRANSPORTS[kind]))
             opened += module.open_devices(argument or None, engine)
+        if cores:
+            for device in opened:
+                _pin(device, cores)
     except BaseException:
         for device in opened:
             device.close()
         raise
     return opened
+
+
+def _pin(device: Transport, cores: Sequence[int]) -> None:
+    pin = getattr(device, "pin", None)
+    if pin is None:
+        raise UsageError(f"--cores: a {device.describe().kind} device does not let CPUs be chosen")
+    pin(tuple(cores))
+
+
+def run_each(devices: Sequence[Transport], work: Callable[[Transport], None]) -> list[DeviceLost]:
+    """``work`` on every device: on this machine one after the other, then on all others at once.
+
+    Returns what was lost on the way; a device that is lost does not end the work on others. All are
+    closed at the end, and at once when the user interrupts.
+    """
+    lost: list[DeviceLost] = []
+
+    def one(device: Transport) -> None:
+        try:
+            work(device)
+        except DeviceLost as e:
+            lost.append(e)
+
+    here = [d for d in devices if d.describe().kind == "local"]
+    others = [d for d in devices if d not in here]
+    try:
+        for device in here:
+            one(device)
+        with ThreadPoolExecutor(max(1, len(others))) as pool:
+            started = [pool.submit(one, device) for device in others]
+            try:
+                for future in started:
+                    future.result()
+            except BaseException:
+                for device in others:
+                    device.close()
+                raise
+    finally:
+        for device in devices:
+            device.close()
+    return lost

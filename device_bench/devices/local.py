@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
+import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,9 @@ class PythonHere:
     def __init__(self) -> None:
         self.no_memory = None if supported() else _NO_PROC
 
+    def pin(self, cores: tuple[int, ...]) -> None:
+        pin_here(cores)
+
     def describe(self) -> conditions.Device:
         return conditions.device()
 
@@ -57,6 +61,9 @@ class NativeHere:
 
     def __init__(self) -> None:
         self.no_memory = None if supported() else _NO_PROC
+
+    def pin(self, cores: tuple[int, ...]) -> None:
+        pin_here(cores)
 
     def describe(self) -> conditions.Device:
         return conditions.device()
@@ -99,3 +106,14 @@ class NativeHere:
 def with_method(job: Mapping[str, Any], value: Any) -> Any:
     """The native runner reads memory as ``device_bench.memory`` does; the line says so."""
     return {**value, "method": METHOD} if job["pass"] == "memory" and value else value
+
+
+def pin_here(cores: tuple[int, ...]) -> None:
+    """Restrict this process, and so every job that it starts; raises UsageError."""
+    try:
+        os.sched_setaffinity(0, cores)
+    except (AttributeError, OSError, ValueError):
+        allowed = (
+            f"0 to {(os.cpu_count() or 1) - 1}" if hasattr(os, "sched_setaffinity") else "none"
+        )
+        raise UsageError(f"--cores {','.join(map(str, cores))}: allowed here: {allowed}") from None

@@ -23,11 +23,10 @@ from device_bench.native import build, job
 from device_bench.result import BenchResult, Memory, Samples
 from device_bench.schema import build as parse
 from device_bench.workload import Workload
-from edgeqkv.artifact import GOLDEN, MANIFEST, file_entry, read_artifact, read_golden, write_golden
+from edgeqkv.artifact import read_artifact, read_golden
 from edgeqkv.runner import open_runner
-from export.golden import make_golden
 from export.verify import THRESHOLDS
-from tests.onnx_bundles import decoder_of, onnx_bundle
+from tests.device_bench.goldens import golden_bundle, set_golden
 
 WORKLOAD = Workload(
     n_prompt=9, n_gen=4, n_depth=5, n_threads=1, repetitions=2, warmup=1, seed=3, order=0
@@ -40,18 +39,6 @@ CASES = [
     ("(q=k-v)+", "auto", "auto", "fp32"),  # not causal: no cache, no decode
 ]
 linux = pytest.mark.skipif(not memory.supported(), reason="needs /proc/self/smaps_rollup")
-
-
-def golden_bundle(folder: Path, variant: str, *how: str) -> Path:
-    """A bundle with golden vectors, in a folder of the test's own."""
-    _, source = onnx_bundle(variant, *how)
-    shutil.copytree(source, folder)
-    artifact = read_artifact(folder)
-    write_golden(folder, make_golden(decoder_of(variant), artifact.cache.capacity))
-    files = {**artifact.files, GOLDEN: file_entry(folder / GOLDEN)}
-    manifest = dataclasses.replace(artifact, files=files).to_dict()
-    (folder / MANIFEST).write_text(json.dumps(manifest))
-    return folder
 
 
 def native(bundle: Path, name: str, workload: Workload = WORKLOAD, timeout_s: float = 60) -> object:
@@ -85,8 +72,7 @@ def test_same_numbers_as_python_to_the_bit(tmp_path):
     prefill = runner.prefill(golden.prompt_ids)
     decoded = np.stack([runner.decode(int(t)) for t in golden.decode_ids])
     runner.close()
-    write_golden(bundle, dataclasses.replace(golden, prefill_logits=prefill, decode_logits=decoded))
-    _rewrite(bundle)
+    set_golden(bundle, dataclasses.replace(golden, prefill_logits=prefill, decode_logits=decoded))
     assert native(bundle, "time")["golden_max_abs"] == 0
 
 
@@ -96,17 +82,10 @@ def test_wrong_logits_are_no_speed(tmp_path, what):
     golden = read_golden(bundle)
     wrong = getattr(golden, what).copy()
     wrong[..., 3] += 0.5
-    write_golden(bundle, dataclasses.replace(golden, **{what: wrong}))
-    _rewrite(bundle)
+    set_golden(bundle, dataclasses.replace(golden, **{what: wrong}))
     token = {"prefill_logits": 0, "decode_logits": 1}[what]
     with pytest.raises(JobFailed, match=rf"parity: logit 3 of token {token} is .*allowed"):
         native(bundle, "time")
-
-
-def _rewrite(bundle: Path) -> None:
-    artifact = read_artifact(bundle, check_sha256=False)
-    files = {**artifact.files, GOLDEN: file_entry(bundle / GOLDEN)}
-    (bundle / MANIFEST).write_text(json.dumps(dataclasses.replace(artifact, files=files).to_dict()))
 
 
 def test_parity_is_what_verify_allows():

@@ -1,0 +1,211 @@
+"""The whole way to a phone: real adb, real adbd, an arm64 userland under qemu."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxscript")
+pytest.importorskip("onnxruntime")
+
+import numpy as np
+
+from device_bench.adb.phone import ROOT
+from device_bench.result import BenchResult, read_results
+from tests.device_bench import fakephone
+from tests.device_bench.fakephone import SERIAL
+from tests.device_bench.goldens import golden_bundle, set_golden
+
+QUICK = ("-p", "6", "-n", "0", "-r", "1", "--processes", "1", "--seed", "1", "--device", "adb")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def possible():
+    fakephone.skip_unless_possible()
+
+
+@pytest.fixture(scope="module")
+def phone(possible):
+    with fakephone.booted() as booted:
+        yield booted
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("phone") / "b"
+    return golden_bundle(folder, "q-mqa", "shared", "gemm")
+
+
+def bench(cli, phone, bundle, *more, check=0):
+    return cli("bench", bundle, *QUICK, *more, env=phone.env, check=check)
+
+
+def test_devices(cli, phone):
+    (found,) = json.loads(cli("devices", "--json", env=phone.env, check=0).stdout)
+    assert found["serial"] == SERIAL
+    assert (found["model"], found["abi"], found["machine"]) == (
+        "Fake Phone",
+        "arm64-v8a",
+        "aarch64",
+    )
+    assert (found["battery_percent"], found["temperature_c"]) == (83, 41.2)
+    assert (found["thermal_status"], found["power"], found["emulated"]) == ("light", "mains", True)
+    assert found["page_size"] is None  # busybox has no getconf
+    assert "(emulated)" in "".join(cli("devices", env=phone.env).stdout.split())
+
+
+def test_bench(cli, phone, bundle):
+    """A configuration is pushed, checked, run and cleaned up; a second one pushes nothing."""
+    done = bench(cli, phone, bundle, "--json")
+    (result,) = [BenchResult.from_dict(row) for row in json.loads(done.stdout)]
+    assert (result.status, result.reason) == ("ok", None)
+    assert (result.device.kind, result.device.emulated) == ("adb", True)
+    assert (result.device.model, result.device.os_version) == ("Fake Phone", "Android 14")
+    assert SERIAL not in done.stdout
+    assert (result.artifact.engine, result.conditions.engine) == (
+        "onnxruntime 1.32.0 native",
+        "native",
+    )
+    assert (result.conditions.temperature_c, result.conditions.temperature_after_c) == (41.2, 41.2)
+    assert len(result.samples.repetitions) == 1
+    assert result.memory is None
+    assert result.cache.bytes_per_token.declared == result.cache.bytes_per_token.formula
+    assert "emulated" in result.cache.bytes_per_token.reason
+    assert "checking the golden vectors" in done.stderr
+    assert "copying" in done.stderr
+    files = phone.shell(f"cd {ROOT} && find . -type f").split()
+    assert not [f for f in files if "job-" in f]
+    again = bench(cli, phone, bundle)
+    assert "copying" not in again.stderr
+    assert "correctness" in again.stdout
+    # Nothing else was written on the device.
+    assert phone.shell("ls -A /data/local/tmp").split() == ["edgeqkv"]
+
+
+def test_wrong_logits_are_no_speed(cli, phone, bundle, tmp_path):
+    import dataclasses
+    import shutil
+
+    from edgeqkv.artifact import read_golden
+
+    wrong = shutil.copytree(bundle, tmp_path / "wrong")
+    golden = read_golden(wrong)
+    logits = np.roll(golden.decode_logits, 1, axis=1)
+    set_golden(wrong, dataclasses.replace(golden, decode_logits=logits))
+    done = bench(cli, phone, wrong, "--json", check=1)
+    (result,) = [BenchResult.from_dict(row) for row in json.loads(done.stdout)]
+    assert result.status == "failed"
+    assert result.reason.startswith("parity: logit ")
+    assert result.samples is None
+
+
+def test_a_changed_copy_is_pushed_again(cli, phone, bundle):
+    phone.shell(f"for f in {ROOT}/bundle-*/model.onnx; do echo broken > $f; done")
+    done = bench(cli, phone, bundle)
+    assert "copying 1 files" in done.stderr
+
+
+def test_a_missing_loader_is_pushed_again_and_lost_in_the_run_is_one_line(cli, phone, bundle):
+    phone.shell(f"rm {ROOT}/runner-*/lib/ld-linux-aarch64.so.1")
+    assert "copying 1 files" in bench(cli, phone, bundle).stderr
+    # What the hashes cannot see: it goes after the check.
+    watch = (
+        f"while ! ls {ROOT}/job-*/job.txt; do :; done; rm {ROOT}/runner-*/lib/ld-linux-aarch64.so.1"
+    )
+    thief = threading.Thread(target=phone.shell, args=(f"({watch}) >/dev/null 2>&1",))
+    thief.start()
+    done = bench(cli, phone, bundle, "--json", check=None)
+    thief.join()
+    (result,) = json.loads(done.stdout)
+    if result["status"] == "failed":  # the thief was as quick as it mostly is
+        assert "the runner does not start on this device" in result["reason"]
+
+
+def test_wrong_abi(cli, phone, bundle):
+    phone.shell("echo armeabi-v7a > /data/local/tmp/.abi")
+    try:
+        done = bench(cli, phone, bundle, "--json", check=1)
+    finally:
+        phone.shell("rm /data/local/tmp/.abi")
+    assert "no runner for ABI 'armeabi-v7a'" in json.loads(done.stdout)[0]["reason"]
+
+
+def test_a_killed_runner_is_one_line(cli, phone, bundle):
+    kill = f"while ! p=$(cat {ROOT}/job-*/pid); do :; done; kill -9 $p"
+    killer = threading.Thread(target=phone.shell, args=(f"({kill}) 2>/dev/null",))
+    killer.start()
+    done = bench(cli, phone, bundle, "--json", check=1)
+    killer.join()
+    (result,) = json.loads(done.stdout)
+    assert "killed by SIGKILL" in result["reason"]
+    assert "job-" not in phone.shell(f"ls {ROOT}")
+
+
+def test_a_time_limit_ends_the_runner_too(cli, phone, bundle):
+    done = bench(cli, phone, bundle, "--json", "--timeout", "0.2", "-r", "500", check=1)
+    assert "hung" in json.loads(done.stdout)[0]["reason"]
+    assert "edgeqkv-bench" not in phone.shell("ps")
+
+
+def test_unplugged_in_a_run_loses_nothing(cli, bundle, tmp_path):
+    """Two configurations: the first is done, the second is under way when the cable goes."""
+    out = tmp_path / "r.jsonl"
+    with fakephone.booted() as phone:
+        more = ("-p", "6,7", "-r", "400", "-o", out)
+        done = []
+        run = threading.Thread(
+            target=lambda: done.append(bench(cli, phone, bundle, *more, check=None))
+        )
+        run.start()
+        while not out.exists() or not out.stat().st_size:
+            assert run.is_alive()
+            time.sleep(0.05)
+        phone.unplug()
+        run.join()
+        assert done[0].returncode == 1
+        assert f"error: {SERIAL} is gone (unplugged or rebooting)" in done[0].stderr
+        assert len(read_results(out)[0]) == 1
+        phone.plug()
+        bench(cli, phone, bundle, *more, "--resume")
+    results = read_results(out)[0]
+    assert sorted(r.workload.n_prompt for r in results) == [6, 7]
+    assert {r.status for r in results} == {"ok"}
+
+
+def test_unplugged_in_a_push_then_plugged_in(cli, bundle):
+    with fakephone.booted() as phone:
+        done = []
+        run = threading.Thread(target=lambda: done.append(bench(cli, phone, bundle, check=None)))
+        run.start()
+        while not phone.shell(f"ls {ROOT}").strip():
+            assert run.is_alive()
+        phone.unplug()
+        run.join()
+        assert done[0].returncode == 1
+        assert "Traceback" not in done[0].stderr
+        assert SERIAL in done[0].stderr
+        phone.plug()
+        bench(cli, phone, bundle)
+
+
+def test_a_full_phone(cli, bundle):
+    with fakephone.booted(size="20m") as phone:
+        done = bench(cli, phone, bundle, "--json", check=1)
+        assert "20.0 MiB free" in json.loads(done.stdout)[0]["reason"]
+
+
+@pytest.mark.parametrize("cpu", ["cortex-a53", "cortex-a76"])
+def test_parity_with_the_kernels_of(cli, bundle, cpu):
+    """Each has other instructions, so the runtime takes other kernels; max is what all others use."""
+    with fakephone.booted(cpu) as phone:
+        done = bench(cli, phone, bundle, "--json")
+        assert json.loads(done.stdout)[0]["status"] == "ok"
+
+
+def test_clean(cli, phone):
+    cli("device", "clean", env=phone.env, check=0)
+    assert "edgeqkv" not in phone.shell("ls -A /data/local/tmp")
