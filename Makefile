@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 OUT ?= out
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint quantisation clean
 .DELETE_ON_ERROR:
 
 # Not compiled at install: the SDKs bring thousands of modules, and few of them are ever imported.
@@ -33,6 +33,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Rewrites docs/quantisation.md; about half an hour.
+quantisation: $(VENV)/.ready
+	$(BIN)/python docs/quantisation.py
 
 clean:
 	rm -rf $(VENV) $(OUT) *.egg-info
