@@ -35,7 +35,10 @@ def run(
         int,
         typer.Option(min=1, help="Of each configuration; intervals are over processes."),
     ] = 3,
-    threads: Annotated[str, typer.Option("-t", "--threads")] = "1",
+    threads: Annotated[
+        str | None,
+        typer.Option("-t", "--threads", help="[default: 1, in a browser also its cores up to 4]"),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -66,7 +69,8 @@ def run(
     device: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="local|adb[:SERIAL]|browser", help="Where to run; repeatable. [default: local]"
+            metavar="local|adb[:SERIAL]|browser[:HOW]",
+            help="Where to run; repeatable. [default: local]",
         ),
     ] = None,
     engine: Annotated[
@@ -98,12 +102,13 @@ def run(
 
     Example: edgeqkv bench OUT/onnx OUT/executorch -p 128 -n 32 -d 0,512 -r 5 -t 1,2 -o results.jsonl
     """
+    import functools
     import secrets
     import tempfile
 
     from device_bench.baselines import resolve, write_baselines
     from device_bench.bundles import open_bundle
-    from device_bench.devices import open_transports
+    from device_bench.devices import open_transports, threads_of
     from device_bench.stability import Limits, parse_share
     from device_bench.workload import expand, parse_counts, parse_pair
     from edgeqkv.errors import UsageError
@@ -118,23 +123,26 @@ def run(
     if limits.max_cv is not None and repetitions < 2:
         raise UsageError("--max-cv needs 2 repetitions or more in a process; give -r 3")
     sources = resolve(bundles, baseline_tool)
-    plan = expand(
+    plan_with = functools.partial(
+        expand,
         parse_counts(n_prompt, "-p"),
         parse_counts(n_gen, "-n"),
         parse_counts(n_depth, "-d"),
-        parse_counts(threads, "-t", low=1),
         repetitions=repetitions,
         seed=seed,
         bundles=len(sources),
         processes=processes,
         pairs=[parse_pair(text) for text in pairs or []],
     )
+    asked = parse_counts(threads, "-t", low=1) if threads is not None else None
+    plan_with(asked or [1])  # what is wrong with it is said before a device is opened
     earlier = _prepare(output, resume, overwrite)
     with tempfile.TemporaryDirectory(prefix="edgeqkv-baseline-") as folder:
         opened = [open_bundle(path) for path in write_baselines(sources, Path(folder))]
         pinned = parse_counts(cores, "--cores") if cores else []
         devices = open_transports(device or ["local"], engine, pinned)
-        results, lost = _sweep(devices, opened, plan, output, earlier, memory, timeout, limits)
+        plans = [plan_with(threads_of(d, asked)) for d in devices]
+        results, lost = _sweep(devices, opened, plans, output, earlier, memory, timeout, limits)
     if results or not lost:
         _report(results, as_json)
     if lost:  # said last, and with an exit status: some lines are missing
@@ -174,14 +182,15 @@ def _prepare(output: Path | None, resume: bool, overwrite: bool) -> list[BenchRe
 def _sweep(
     devices: list[Transport],
     bundles: list[Bundle],
-    plan: list[tuple[int, Workload]],
+    plans: list[list[tuple[int, Workload]]],
     output: Path | None,
     earlier: list[BenchResult],
     memory: bool,
     timeout: float | None,
     limits: Limits,
 ) -> tuple[list[BenchResult], list[DeviceLost]]:
-    """Run what is missing; the results of the plan, earlier ones included, and what was lost."""
+    """Run what is missing of each device's plan; its results, earlier ones included, and what was
+    lost."""
     import threading
     import uuid
 
@@ -194,13 +203,15 @@ def _sweep(
     machines = [(d.describe(), d.engine) for d in devices]
     planned = {
         (bundles[i].sha256, *w.sizes, m.kind, m.id, engine)
+        for (m, engine), plan in zip(machines, plans, strict=True)
         for i, w in plan
-        for m, engine in machines
     }
     results = [r for r in earlier if r.configuration in planned]
     run_id = uuid.uuid4().hex[:12]
-    local = any(m.kind == "local" for m, _ in machines)
-    bandwidth = _bandwidth(plan) if memory and local else None
+    local = [
+        w for (m, _), p in zip(machines, plans, strict=True) if m.kind == "local" for _, w in p
+    ]
+    bandwidth = _bandwidth(local) if memory and local else None
     lines = output is not None and output.suffix == ".jsonl"
     with progress(len(planned) - len(results), "bench") as advance:
         one_at_a_time = threading.Lock()
@@ -219,7 +230,7 @@ def _sweep(
             run_sweep(
                 device,
                 bundles,
-                plan,
+                plans[devices.index(device)],
                 run_id=run_id,
                 with_memory=memory,
                 timeout_s=timeout,
@@ -259,7 +270,7 @@ def _check_thermometers(devices: list[Transport], limits: Limits) -> None:
                 )
 
 
-def _bandwidth(plan: list[tuple[int, Workload]]) -> tuple[Bandwidth, ...] | None:
+def _bandwidth(plan: list[Workload]) -> tuple[Bandwidth, ...] | None:
     """How fast this machine reads memory, with as many threads as will decode; None if none will."""
     import os
 
@@ -267,8 +278,8 @@ def _bandwidth(plan: list[tuple[int, Workload]]) -> tuple[Bandwidth, ...] | None
     from device_bench.jobs import JobFailed, run_job
     from device_bench.schema import build
 
-    threads = sorted({1, os.cpu_count() or 1, *(w.n_threads for _, w in plan if w.n_gen)})
-    if not any(w.n_gen for _, w in plan):
+    threads = sorted({1, os.cpu_count() or 1, *(w.n_threads for w in plan if w.n_gen)})
+    if not any(w.n_gen for w in plan):
         return None
     try:
         rows = run_job({"pass": "bandwidth", "threads": threads}, timeout_s=60)
@@ -309,7 +320,7 @@ def _self_test(seed: int, timeout: float | None, as_json: bool) -> None:
         opened = [open_bundle(self_test.write_bundle(Path(folder, m), m)) for m in modes]
         plan = expand([128], [32], [0], [1], repetitions=15, seed=seed, bundles=2)
         here = open_transports(["local"], None)
-        results, _ = _sweep(here, opened, plan, None, [], True, timeout, Limits())
+        results, _ = _sweep(here, opened, [plan], None, [], True, timeout, Limits())
         checks = self_test.check_results(results)
     if as_json:
         print_json([{**dataclasses.asdict(c), "passed": c.passed} for c in checks])

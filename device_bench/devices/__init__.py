@@ -102,6 +102,14 @@ def _pin(device: Transport, cores: Sequence[int]) -> None:
     pin(tuple(cores))
 
 
+def threads_of(device: Transport, asked: Sequence[int] | None) -> Sequence[int]:
+    """Thread counts to run on ``device``: as asked, else 1; a transport with a method ``threads``
+    chooses for itself."""
+    choose = getattr(device, "threads", None)
+    chosen: Sequence[int] = choose(asked) if choose is not None else asked or [1]
+    return chosen
+
+
 def run_each(devices: Sequence[Transport], work: Callable[[Transport], None]) -> list[DeviceLost]:
     """``work`` on every device: on this machine one after the other, then on all others at once.
 

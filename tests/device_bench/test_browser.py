@@ -116,7 +116,7 @@ def test_a_page_that_is_not_isolated_has_one_thread(bundles, tmp_path):
 def test_webgpu_rendered_in_software_is_correctness_only(bundles, tmp_path, cli):
     out = tmp_path / "r.jsonl"
     flags = ("--engine", "webgpu", "-p", "0", "-n", "0", "-pg", "3,2", "-r", "1", "-o", out)
-    asked = (*bundles.values(), *flags, "--timeout", "200")
+    asked = (*bundles.values(), *flags, "--timeout", "300")
     with Bench(*asked) as bench, browse(bench.url, *SOFTWARE_GPU):
         status, _, stderr = bench.finish()
     if "no WebGPU" in stderr:
