@@ -21,6 +21,8 @@ class Comparison:
 
     who: str
     against: str
+    device: str
+    base_device: str
     test: str
     figure: str
     value: float
@@ -91,6 +93,7 @@ def label(row: Row) -> str:
     """``onnx Q-MQA shared``, with what is not the usual float32."""
     unusual = [f"{row.weights} weights"] * (row.weights != "fp32")
     unusual += [f"{row.dtype} cache"] * (row.dtype != "fp32" and row.layout != "none")
+    unusual += [f"({row.driver})"] * (row.driver != "python")
     return " ".join([row.backend, row.variant, row.layout, *unusual])
 
 
@@ -116,8 +119,7 @@ def against_bundle(rows: Sequence[Row], name: str) -> list[Comparison]:
         raise UsageError(f"--baseline {name!r} names no row; there are: {'; '.join(labels)}")
     if len({r.sha256 for r in found}) > 1:
         raise UsageError(f"--baseline {name!r} names {len(labels)} rows: {'; '.join(labels)}")
-    base = {_test(r): r for r in found}
-    return _compare(rows, lambda row: base.get(_test(row)), found[0])
+    return _compare(rows, _finder(found, _test), found[0])
 
 
 def against_file(rows: Sequence[Row], earlier: Sequence[Row]) -> list[Comparison]:
@@ -126,14 +128,22 @@ def against_file(rows: Sequence[Row], earlier: Sequence[Row]) -> list[Comparison
     Raises:
         UsageError: no row has its like there.
     """
-    base = {(_identity(r), _test(r)): r for r in earlier}
-    found = _compare(rows, lambda row: base.get((_identity(row), _test(row))), None)
+    found = _compare(rows, _finder(earlier, lambda r: (*_identity(r), *_test(r))), None)
     if not found:
         raise UsageError(
             "no row of the results is in the baseline; both need the same bundles and tests: "
             f"{'; '.join(sorted({f'{label(r)} {workload_label(r)}' for r in earlier}))}"
         )
     return found
+
+
+def _finder(
+    bases: Sequence[Row], key: Callable[[Row], tuple[object, ...]]
+) -> Callable[[Row], Row | None]:
+    """What finds the base of a row: on its own device where there is one."""
+    anywhere = {key(b): b for b in bases}
+    here = {(b.device, b.driver, *key(b)): b for b in bases}
+    return lambda row: here.get((row.device, row.driver, *key(row))) or anywhere.get(key(row))
 
 
 def _compare(
@@ -145,11 +155,12 @@ def _compare(
         if base is None or (base_bundle and base_bundle.sha256 == row.sha256):
             continue
         for figure in FIGURES:
-            if not figure.per_test and (row.sha256, figure.name) in seen:
+            once = (row.sha256, row.device, row.driver, figure.name)
+            if not figure.per_test and once in seen:
                 continue
             value, other = figure.read(row), figure.read(base)
             if value is not None and other:
-                seen.add((row.sha256, figure.name))
+                seen.add(once)
                 found.append(_comparison(row, base, figure, value, other))
     return found
 
@@ -160,11 +171,12 @@ def _comparison(row: Row, base: Row, figure: Figure, value: float, other: float)
         worse, worse_ci95 = ratio - 1, ci95 and (ci95[0] - 1, ci95[1] - 1)
     else:
         worse, worse_ci95 = 1 / ratio - 1, ci95 and (1 / ci95[1] - 1, 1 / ci95[0] - 1)
-    same = label(row) == label(base)
-    against = f"{label(base)} (earlier)" if same else label(base)
+    crossed = row.device != base.device
+    who = f"{label(row)}, {row.device}" if crossed else label(row)
+    against = f"{label(base)}, {base.device}" if crossed else label(base)
     test = workload_label(row) if figure.per_test else ""
     what = (figure.name, value, other, ratio, ci95, worse, worse_ci95)
-    return Comparison(label(row), against, test, *what)
+    return Comparison(who, against, row.device, base.device, test, *what)
 
 
 def _words(row: Row) -> set[str]:
@@ -182,9 +194,8 @@ def _test(row: Row) -> tuple[int | None, ...]:
 
 
 def mixtures(results: Sequence[BenchResult]) -> list[str]:
-    """What was not the same for all results and makes their figures incomparable, a line each."""
+    """What was not the same for all results of a device and changes its figures, a line each."""
     facts: dict[str, Callable[[BenchResult], object]] = {
-        "device": lambda r: device_label(r.device),
         "engine": lambda r: r.conditions.engine,
         "governor": lambda r: r.conditions.governor,
         "power source": lambda r: r.conditions.power,
@@ -192,8 +203,14 @@ def mixtures(results: Sequence[BenchResult]) -> list[str]:
         "huge pages": lambda r: r.conditions.huge_pages,
     }
     lines = []
-    for name, read in facts.items():
-        found = sorted({str(v) for r in results if (v := read(r)) is not None})
-        if len(found) > 1:
-            lines.append(f"{len(found)} of {name}: {'; '.join(found)}")
+    for device in devices(results):
+        own = [r for r in results if device_label(r.device) == device]
+        for name, read in facts.items():
+            found = sorted({str(v) for r in own if (v := read(r)) is not None})
+            if len(found) > 1:
+                lines.append(f"{device} with {len(found)} of {name}: {'; '.join(found)}")
     return lines
+
+
+def devices(results: Sequence[BenchResult]) -> list[str]:
+    return sorted({device_label(r.device) for r in results})

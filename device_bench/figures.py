@@ -19,7 +19,7 @@ class Row:
 
     Times and speeds (tok/s) are medians over processes of each process's median over repetitions;
     ``*_by_process`` are those medians, ``*_ci95`` their 95 % interval. Times are None when
-    interpreted. step_bytes: what a decode step has to read, weights and the cache as it is halfway
+    interpreted. driver: what drives the runtime, python, native or page. step_bytes: what a decode step has to read, weights and the cache as it is halfway
     through the workload; limit_tok_s: the speed at which reading that alone fills the step, at the
     bandwidth measured for as many threads and bytes; limit_share: decode speed over it. ``anon_*``: anonymous memory and swap after each stage, bytes, the
     last two at the end of the prefill and of the decode workload: unlike USS it does not change
@@ -29,6 +29,7 @@ class Row:
     name: str
     backend: str
     engine: str | None
+    driver: str
     interpreted: bool | None
     variant: str
     layout: str
@@ -143,6 +144,7 @@ def _row(
         name=first.artifact.name,
         backend=first.artifact.backend,
         engine=shown.artifact.engine,
+        driver=shown.conditions.engine,
         interpreted=shown.artifact.interpreted,
         variant=first.model.label,
         layout=first.cache.layout,
@@ -264,11 +266,14 @@ def _worst(statuses: Iterable[str]) -> str:
 
 
 def one_per_bundle(rows: Sequence[Row]) -> list[Row]:
-    """The row of each bundle and device with the fewest threads and the least depth."""
-    first: dict[tuple[str, str], Row] = {}
+    """The row of each bundle, device and driver with the fewest threads and the least depth."""
+    first: dict[tuple[str, str, str], Row] = {}
     for row in rows:
-        first.setdefault((row.sha256, row.device), row)
+        first.setdefault((row.sha256, row.device, row.driver), row)
     return list(first.values())
+
+
+_SAME = ("backend", "dtype", "device", "driver")
 
 
 def ratios(rows: Sequence[Row], results: Sequence[BenchResult]) -> list[Ratio]:
@@ -277,7 +282,7 @@ def ratios(rows: Sequence[Row], results: Sequence[BenchResult]) -> list[Ratio]:
     found = []
     bundles = [r for r in one_per_bundle(rows) if not r.interpreted]
     for row, other in itertools.permutations(bundles, 2):
-        alike = all(getattr(row, f) == getattr(other, f) for f in ("backend", "dtype", "device"))
+        alike = all(getattr(row, f) == getattr(other, f) for f in _SAME)
         if not alike or row.weights != other.weights or other.layout != "separate":
             continue
         mine, theirs = specs[row.sha256], specs[other.sha256]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from device_bench.compare import Comparison, mixtures
+from device_bench.compare import Comparison, devices, mixtures
 from device_bench.figures import Row, device_label, fold, one_per_bundle, read_bandwidth
 from device_bench.report_memory import by_context, memory_points, per_token, stack
 from device_bench.report_parts import Section, colours_of, count, times
@@ -72,7 +72,7 @@ def report(
         sections=[{**vars(s), "svg": Markup(s.svg)} for s in drawn],
         baseline=_baseline(found, limit),
         doubts=problems(results),
-        mixtures=mixtures(results),
+        mixtures=_mixtures(results),
         facts=_facts(results),
         tools=_tools(results),
         style=Markup(style),
@@ -127,6 +127,12 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
         )
         found.append(Headline(count(best.decode_tok_s or 0), what))
     return [Headline(h.figure, h.what.replace("-", "\N{NON-BREAKING HYPHEN}")) for h in found]
+
+
+def _mixtures(results: Sequence[BenchResult]) -> list[str]:
+    machines = devices(results)
+    several = [f"{len(machines)} devices: {'; '.join(machines)}"] if len(machines) > 1 else []
+    return several + mixtures(results)
 
 
 def _baseline(found: Sequence[Comparison], limit: float | None) -> dict[str, Any] | None:

@@ -58,7 +58,10 @@ def per_token(rows: Sequence[Row], colours: dict[str, str], points: Cells) -> Se
                 (extra, "extra", f"{label(r)}: {count(extra)} B per token beside the cache")
             )
         end = f"{count(known)} B" + ("" if r.measured_cache is not None else " declared")
-        drawn.append(Bar(label(r) + marked(r), end, parts, r.formula, r.measured_cache is None))
+        where = f", {r.device.split(',')[0]}" if len({b.device for b in bundles}) > 1 else ""
+        drawn.append(
+            Bar(label(r) + where + marked(r), end, parts, r.formula, r.measured_cache is None)
+        )
     if not drawn:
         return None
     table: Cells = [

@@ -148,15 +148,15 @@ def tables(results: Sequence[BenchResult]) -> list[Table]:
 
 def comparison_table(found: Sequence[Comparison], limit: float | None) -> Table:
     """The ratios to a baseline; with a limit, which of them are regressions."""
-    columns = ["bundle", "test", "figure", "value", "base", "ratio", "95 % of ratio"]
+    columns = ["bundle", "test", "figure", "ratio", "95 %", "value", "base"]
     rows: list[list[object]] = []
     for c in found:
         ends = None if c.ci95 is None else f"{c.ci95[0]:.3f} - {c.ci95[1]:.3f}"
-        cells: list[object] = [c.who, c.test, c.figure, short(c.value), short(c.base)]
+        cells: list[object] = [c.who, c.test, c.figure, _two(c.ratio), ends]
         verdict = [] if limit is None else [VERDICTS[c.regressed(limit)]]
-        rows.append([*cells, _two(c.ratio), ends, *verdict])
-    bases = {c.against for c in found}
-    title = f"Against {bases.pop()}" if len(bases) == 1 else "Against the same rows, earlier"
+        rows.append([*cells, short(c.value), short(c.base), *verdict])
+    bases = {c.against for c in found} if all(c.who != c.against for c in found) else set()
+    title = f"Against {bases.pop()}" if len(bases) == 1 else "Against the same rows of the baseline"
     title += f", limit {limit:.1%}" if limit is not None else ""
     return Table(title, (*columns, *([""] if limit is not None else [])), rows)
 

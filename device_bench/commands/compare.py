@@ -70,18 +70,22 @@ def run(
     )
     earlier_file = Path(baseline) if baseline is not None and Path(baseline).is_file() else None
     results, earlier = _read(files, earlier_file)
-    if differences := compare.mixtures([*results, *earlier]):
-        if baseline is not None and not mixed:
-            raise UsageError(
-                f"not comparable: {' | '.join(differences)}; give --mixed to compare all the same"
-            )
-        note(f"warning: not comparable: {' | '.join(differences)}")
     rows = figures.fold(results)
     found: list[Comparison] = []
     if earlier_file is not None:
         found = compare.against_file(rows, figures.fold(earlier))
     elif baseline is not None:
         found = compare.against_bundle(rows, baseline)
+    differences = compare.mixtures([*results, *earlier])
+    machines = compare.devices([*results, *earlier])
+    if len(machines) > 1 and (not found or any(c.device != c.base_device for c in found)):
+        differences.insert(0, f"{len(machines)} devices: {'; '.join(machines)}")
+    if differences and baseline is not None and not mixed:
+        raise UsageError(
+            f"not comparable: {' | '.join(differences)}; give --mixed to compare all the same"
+        )
+    if differences:
+        note(f"warning: not comparable: {' | '.join(differences)}")
     more = [table.comparison_table(found, limit)] if baseline is not None else []
     if output is not None:
         _write(output, results, found, limit, budget or [])

@@ -127,13 +127,28 @@ def test_devices_and_conditions_are_not_mixed_in_silence(cli, tmp_path, before):
     ]
     phone = write(tmp_path / "phone.jsonl", other)
     refused = cli("compare", phone, "--baseline", before, check=2)
-    assert "not comparable: 2 of device" in refused.stderr
+    assert "not comparable: 2 devices: " in refused.stderr
     assert "--mixed" in refused.stderr
     assert refused.stderr.count("\n") == 1
     done = cli("compare", phone, "--baseline", before, "--mixed", check=0)
     assert "warning: not comparable" in done.stderr
     assert "on battery during 6 of 6 processes" in done.stdout
     assert "governor other than performance during 6 of 6" in done.stdout
+
+
+def test_conditions_of_one_device_are_compared_with_each_other(tmp_path):
+    lines = sweep(tmp_path / "b")
+    phone = dataclasses.replace(lines[0].device, cpu_model="Cortex-A76", kind="adb")
+    slow = dataclasses.replace(lines[0].conditions, governor="powersave")
+    fast = dataclasses.replace(lines[0].conditions, governor="performance")
+    here = [dataclasses.replace(r, conditions=fast) for r in lines]
+    there = [dataclasses.replace(r, device=phone, conditions=slow) for r in lines]
+    assert compare.mixtures([*here, *there]) == []
+    found = compare.against_file(fold([*here, *there]), fold([*here, *there]))
+    assert {c.device for c in found} == set(compare.devices([*here, *there]))
+    assert all(c.device == c.base_device and c.ratio == 1 for c in found)
+    (line,) = compare.mixtures([*here, dataclasses.replace(lines[0], conditions=slow)])
+    assert line.endswith("with 2 of governor: performance; powersave")
 
 
 def test_an_evaluation_stands_beside_the_bytes_of_its_bundle(cli, tmp_path, before):

@@ -192,7 +192,7 @@ def test_machines_are_not_mixed_in_silence(cli, lines, tmp_path):
     other = dataclasses.replace(lines[0].device, cpu_model="Cortex-A76")
     append_result(path, lines[0])
     append_result(path, dataclasses.replace(lines[0], device=other))
-    assert "warning: not comparable: 2 of device: " in cli("compare", path, check=0).stderr
+    assert "warning: not comparable: 2 devices: " in cli("compare", path, check=0).stderr
 
 
 def test_a_crowded_machine_is_mentioned(cli, lines, tmp_path):
