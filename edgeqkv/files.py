@@ -62,7 +62,8 @@ def _readable(folder: Path) -> None:
     os.umask(mask)
     for path in (folder, *folder.rglob("*")):
         if not path.is_symlink():
-            path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
+            may_run = path.is_dir() or path.stat().st_mode & 0o100
+            path.chmod((0o777 if may_run else 0o666) & ~mask)
 
 
 def _remove_abandoned(target: Path) -> None:
