@@ -98,7 +98,7 @@ class AdbDevice:
                     bundle,
                     job,
                     model=f"../{folder}/{artifact.entry}",
-                    library=f"../{_name(runner)}/lib/{runner.library}",
+                    library=f"../{_name(runner)}/lib/{runner.library}" if runner.library else "",
                     page=self._phone.page_size or 16384,
                     limit_s=limit,
                     cores=self.cores or (),

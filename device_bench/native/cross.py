@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -18,12 +19,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from device_bench.native.build import (
+    EXECUTORCH_LIBRARIES,
     PROGRAM,
+    Compilers,
     cache_folder,
-    compile_onnx,
+    compile_program,
     find_compiler,
     fingerprint,
     onnx_library,
+    runtime_folder,
 )
 from edgeqkv.artifact import FileEntry, file_entry
 from edgeqkv.errors import EdgeQKVError, MissingDependencyError, UnsupportedError
@@ -37,33 +41,38 @@ class Target:
     """android: the phone's name of the ABI."""
 
     android: str
-    compilers: tuple[str, ...]
+    compilers: Compilers
     loader: str
-    advice: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Wheel:
-    """requirement and sha256: what pip downloads. member: the library inside."""
+    """requirement and sha256: what pip downloads. package: the folder inside that is kept."""
 
     requirement: str
     sha256: str
     platforms: tuple[str, ...]
-    member: str
+    package: str
 
 
 TARGETS = {
     "arm64": Target(
         "arm64-v8a",
-        ("aarch64-linux-gnu-gcc",),
+        Compilers(
+            ("aarch64-linux-gnu-gcc",),
+            ("aarch64-linux-gnu-g++",),
+            "a compiler for arm64: apt-get install gcc-aarch64-linux-gnu g++-aarch64-linux-gnu",
+        ),
         "ld-linux-aarch64.so.1",
-        "apt-get install gcc-aarch64-linux-gnu g++-aarch64-linux-gnu",
     ),
     "x86_64": Target(
         "x86_64",
-        ("x86_64-linux-gnu-gcc",),
+        Compilers(
+            ("x86_64-linux-gnu-gcc",),
+            ("x86_64-linux-gnu-g++",),
+            "a compiler for x86_64: apt-get install gcc g++",
+        ),
         "ld-linux-x86-64.so.2",
-        "apt-get install gcc g++",
     ),
 }
 WHEELS = {
@@ -71,10 +80,18 @@ WHEELS = {
         "onnxruntime==1.32.0",
         "2303372a85299b6757b0e11e1cbf13e410ddf7e10c37f4b37e99d1c90e7daf7c",
         ("manylinux_2_28_aarch64", "manylinux_2_27_aarch64"),
-        "onnxruntime/capi/libonnxruntime.so.1.32.0",
+        "onnxruntime",
+    ),
+    ("executorch", "arm64"): Wheel(
+        "executorch==1.5.1",
+        "8ee02348a3ea80ddf770822911ebf78da616b73afce0fbaaa79f23311c88c66a",
+        ("manylinux_2_28_aarch64", "manylinux_2_27_aarch64", "manylinux2014_aarch64"),
+        "executorch",
     ),
 }
-LIBRARY = {"onnx": "libonnxruntime.so.1"}
+# What of a wheel is unpacked: libraries of C, and headers.
+_KEPT = re.compile(r"(capi/libonnxruntime\.so\..*|lib/lib[a-z_]*\.so|include/.*\.h)")
+LIBRARY = {"onnx": "libonnxruntime.so.1", "executorch": ""}  # as a job names it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,39 +132,52 @@ def build_folder(abi: str, backend: str) -> RunnerFolder:
         allowed = ", ".join(LIBRARY)
         raise UnsupportedError(f"--backend is {backend!r}; allowed for phones: {allowed}")
     target, wheel = TARGETS[abi], WHEELS.get((backend, abi))
-    version = wheel.sha256 if wheel else onnx_library().name
+    version = wheel.sha256 if wheel else str(runtime_folder(backend))
     folder = cache_folder() / "native" / f"{backend}-{abi}-{fingerprint(backend, abi, version)}"
     if not (folder / MANIFEST).exists():
-        compiler = find_compiler(target.compilers, f"a compiler for {abi}: {target.advice}")
-        library = _from_wheel(wheel) if wheel else onnx_library()
+        find_compiler(target.compilers.c, target.compilers.advice)  # before anything is downloaded
+        runtime = _from_wheel(wheel) if wheel else runtime_folder(backend)
         with new_folder(folder, overwrite=True) as new:
-            _fill(new, abi, backend, compiler, library)
+            _fill(new, abi, backend, runtime)
     return read_folder(folder)
 
 
-def _fill(new: Path, abi: str, backend: str, compiler: str, library: Path) -> None:
+def _fill(new: Path, abi: str, backend: str, runtime: Path) -> None:
     (new / "bin").mkdir()
     (new / "lib").mkdir()
-    compile_onnx(compiler, new / "bin" / PROGRAM)
-    shutil.copyfile(library, new / "lib" / LIBRARY[backend])
-    loader = TARGETS[abi].loader
-    roots = [new / "bin" / PROGRAM, new / "lib" / LIBRARY[backend]]
-    for name, source in _system_libraries(compiler, [*roots, loader]):
+    target, program = TARGETS[abi], new / "bin" / PROGRAM
+    compile_program(backend, target.compilers, program, runtime, rpath=False)
+    own = _runtime_libraries(backend, runtime)
+    for name, source in own.items():
         shutil.copyfile(source, new / "lib" / name)
-    for program in (new / "bin" / PROGRAM, new / "lib" / loader):
-        program.chmod(0o755)
+    compiler = find_compiler(target.compilers.c, target.compilers.advice)
+    roots = [program, *own.values(), target.loader]
+    for name, source in _system_libraries(compiler, roots, own):
+        shutil.copyfile(source, new / "lib" / name)
+    for started in (program, new / "lib" / target.loader):
+        started.chmod(0o755)
     files = {
         p.relative_to(new).as_posix(): dataclasses.asdict(file_entry(p))
         for p in sorted(new.rglob("*"))
         if p.is_file()
     }
-    about = {"abi": abi, "backend": backend, "loader": loader, "library": LIBRARY[backend]}
+    about = {"abi": abi, "backend": backend, "loader": target.loader}
+    about["library"] = LIBRARY[backend]
     (new / MANIFEST).write_text(json.dumps({**about, "files": files}, indent=2) + "\n", "utf-8")
 
 
-def _system_libraries(compiler: str, roots: Iterable[Path | str]) -> Iterator[tuple[str, Path]]:
-    """(name, file) of every shared library that ``roots`` need, from the compiler's own folders."""
-    todo, seen = list(roots), set[str]()
+def _runtime_libraries(backend: str, runtime: Path) -> dict[str, Path]:
+    """The runtime's own libraries, by the name under which they are looked for."""
+    if backend == "onnx":
+        return {LIBRARY[backend]: onnx_library(runtime)}
+    return {f"lib{n}.so": runtime / "lib" / f"lib{n}.so" for n in EXECUTORCH_LIBRARIES}
+
+
+def _system_libraries(
+    compiler: str, roots: Iterable[Path | str], own: Iterable[str]
+) -> Iterator[tuple[str, Path]]:
+    """(name, file) of what ``roots`` need beside ``own``, from the compiler's own folders."""
+    todo, seen = list(roots), set(own)
     while todo:
         item = todo.pop()
         if isinstance(item, str):
@@ -176,16 +206,18 @@ def _output(command: list[str]) -> str:
 
 
 def _from_wheel(wheel: Wheel) -> Path:
-    """The wheel's library, downloaded once with pip, which checks the hash."""
-    name = wheel.member.rpartition("/")[2]
-    kept = cache_folder() / "downloads" / wheel.sha256[:16]
-    if not (kept / name).exists():
+    """The wheel's package folder, libraries and headers; pip downloads it once and checks the hash."""
+    kept = cache_folder() / "downloads" / f"{wheel.package}-{wheel.sha256[:16]}"
+    if not kept.exists():
         with tempfile.TemporaryDirectory(prefix="edgeqkv-wheel-") as folder:
             _download(wheel, Path(folder))
             (path,) = Path(folder).glob("*.whl")
             with new_folder(kept, overwrite=True) as new, zipfile.ZipFile(path) as archive:
-                (new / name).write_bytes(archive.read(wheel.member))
-    return kept / name
+                start = f"{wheel.package}/"
+                for name in archive.namelist():
+                    if name.startswith(start) and _KEPT.fullmatch(name[len(start) :]):
+                        archive.extract(name, new)  # never outside ``new``
+    return kept / wheel.package
 
 
 def _download(wheel: Wheel, folder: Path) -> None:

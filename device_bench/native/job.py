@@ -72,7 +72,7 @@ def write_job(
     lines: list[tuple[str, object]] = [
         ("pass", job["pass"]),
         ("model", model),
-        ("library", library),
+        ("library", library or "-"),
         ("formulation", artifact.formulation),
         ("cache_dtype", cache.dtype),
         ("threads", workload.n_threads),
