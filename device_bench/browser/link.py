@@ -75,9 +75,15 @@ def attached_phone(serial: str | None = None) -> str | None:
     return chosen[0] if len(chosen) == 1 else None
 
 
-def reverse(serial: str, port: int) -> None:
-    """Make ``port`` of this machine ``localhost:port`` on the phone: a secure context, by cable."""
-    _adb(serial, "reverse", f"tcp:{port}", f"tcp:{port}")
+def reverse(serial: str, port: int) -> int:
+    """Make ``port`` of this machine a port of localhost on the phone, by cable: a secure context.
+
+    Returns the phone's port, which its adbd chose.
+    """
+    chosen = _adb(serial, "reverse", "tcp:0", f"tcp:{port}").strip()
+    if not chosen.isdigit():
+        raise EdgeQKVError(f"{serial}: adb reverse names no port but {chosen[:60]!r}")
+    return int(chosen)
 
 
 def unreverse(serial: str, port: int) -> None:
@@ -91,7 +97,7 @@ def open_on(serial: str, url: str) -> None:
     _adb(serial, "shell", "am", "start", "-a", "android.intent.action.VIEW", "-d", url)
 
 
-def _adb(serial: str, *arguments: str) -> None:
+def _adb(serial: str, *arguments: str) -> str:
     command = [find_adb(), "-s", serial, *arguments]
     try:
         done = subprocess.run(
@@ -102,6 +108,7 @@ def _adb(serial: str, *arguments: str) -> None:
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
         raise EdgeQKVError(f"{serial}: adb {arguments[0]}: {said}")
+    return done.stdout
 
 
 def show_link(url: str) -> None:

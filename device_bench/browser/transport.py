@@ -113,15 +113,15 @@ class Link:
         )
         self.server = PageServer(address, self.session, certificate)
         self._stack.callback(self.server.stop)
-        host = "localhost" if phone else address
-        scheme = "https" if certificate else "http"
-        self.url = f"{scheme}://{host}:{self.server.port}/{self.session.token}/"
         if phone:
-            link.reverse(phone, self.server.port)
-            self._stack.callback(link.unreverse, phone, self.server.port)
+            port = link.reverse(phone, self.server.port)
+            self._stack.callback(link.unreverse, phone, port)
+            self.url = f"http://localhost:{port}/{self.session.token}/"
             note(f"opening {self.url} on {phone} (adb reverse)")
             link.open_on(phone, self.url)
             return
+        scheme = "https" if certificate else "http"
+        self.url = f"{scheme}://{address}:{self.server.port}/{self.session.token}/"
         link.show_link(self.url)
         if certificate:
             note(

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -40,11 +40,22 @@ def needs_browser() -> str:
 
 
 @contextlib.contextmanager
-def browse(url: str, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A browser with a profile of its own that shows ``url``; killed, all of it, in the end."""
+def browse(url: str, *flags: str, inside: Sequence[str] = ()) -> Iterator[subprocess.Popen[bytes]]:
+    """A browser with a profile of its own that shows ``url``; killed, all of it, in the end.
+
+    inside: a command before the command, such as nsenter.
+    """
     # Its children may still write into the profile while it is removed.
     with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as profile:
-        command = [needs_browser(), *FLAGS, PHONE, f"--user-data-dir={profile}", *flags, url]
+        command = [
+            *inside,
+            needs_browser(),
+            *FLAGS,
+            PHONE,
+            f"--user-data-dir={profile}",
+            *flags,
+            url,
+        ]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         process = subprocess.Popen(command, start_new_session=True, **quiet)
         try:
@@ -62,18 +73,25 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 class Bench:
     """``edgeqkv bench ... --device browser:WAY`` in a process of its own; ``url`` is its link."""
 
-    def __init__(self, *arguments: object, way: str = "local") -> None:
+    def __init__(
+        self,
+        *arguments: object,
+        way: str = "local",
+        inside: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         needs_browser()
         code = "from edgeqkv.cli import main; main()"
         command = [sys.executable, "-c", code, "bench", *map(str, arguments)]
         self.process = subprocess.Popen(
-            [*command, "--device", f"browser:{way}", "--processes", "1", "--seed", "1"],
+            [*inside, *command, "--device", f"browser:{way}", "--processes", "1", "--seed", "1"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            env={**os.environ, **(env or {})},
         )
         self.said = ""
-        self.url = self.wait_for(r"open on the phone: (\S+)")[1]
+        self.url = self.wait_for(r"open(?:ing| on the phone:) (http\S+)")[1]
 
     def wait_for(self, pattern: str) -> re.Match[str]:
         """Read stderr until a line has ``pattern``."""

@@ -37,6 +37,11 @@ class FakePhone:
         self._process = process
         self.env = {"ADB_SERVER_SOCKET": f"localfilesystem:{socket}"}
 
+    @property
+    def pid(self) -> int:
+        """A process in the phone's network, for nsenter."""
+        return self._process.pid
+
     def _order(self, word: str) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -14,6 +14,7 @@ pytest.importorskip("onnxscript")
 
 from device_bench.result import BenchResult, read_results
 from edgeqkv.artifact import read_golden, write_golden
+from tests.device_bench import fakephone
 from tests.device_bench.browsing import SOFTWARE_GPU, Bench, browse, copy_with_golden, kill
 from tests.onnx_bundles import decoder_of, onnx_bundle
 
@@ -149,3 +150,28 @@ def test_a_killed_browser_keeps_what_is_finished(bundles, tmp_path):
     results, _ = read_results(out)
     assert 1 <= len(results) < 3
     assert {r.status for r in results} == {"ok"}
+
+
+def test_a_phone_by_cable(bundles, tmp_path):
+    """adb reverse: localhost on the phone, and so threads; the phone is asked to open the link.
+
+    The fake phone has a network of its own, in which the bench and the browser are put too.
+    """
+    fakephone.skip_unless_possible()
+    out = tmp_path / "r.jsonl"
+    with fakephone.booted() as phone:
+        inside = ["nsenter", f"--target={phone.pid}", "--user", "--net", "--preserve-credentials"]
+        where = {"way": f"adb:{fakephone.SERIAL}", "inside": inside, "env": phone.env}
+        with Bench(bundles["gemm"], *WORK, "-t", "2", "-o", out, **where) as bench:
+            asked = "cat /data/local/tmp/.am"
+            deadline = time.monotonic() + 30
+            while not (said := phone.shell(asked).strip()) and time.monotonic() < deadline:
+                time.sleep(0.2)
+            assert said == f"start -a android.intent.action.VIEW -d {bench.url}"
+            assert bench.url.startswith("http://localhost:")
+            with browse(bench.url, inside=inside):
+                status, _, stderr = bench.finish()
+    assert status == 0, stderr
+    (result,) = read_results(out)[0]
+    assert (result.status, result.workload.n_threads) == ("ok", 2), result.reason
+    assert result.samples.browser.cross_origin_isolated

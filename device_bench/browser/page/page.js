@@ -84,7 +84,7 @@ async function fetched(url) {
 async function start(job) {
   running?.worker?.terminate(); // the computer gave up on it
   const mine = (running = { id: job.id, worker: null });
-  const row = addRow(job);
+  const row = rowOf(job);
   state(job.label, "fetching the model", 0);
   try {
     const files = {};
@@ -125,7 +125,8 @@ async function send(job, body) {
   state("stopped", "the computer does not answer");
 }
 
-function addRow(job) {
+/** The row of a configuration, one for all of its processes; rows of one engine stay together. */
+function rowOf(job) {
   if (!cards.has(job.title)) {
     const card = document.createElement("article");
     const [title, about] = [document.createElement("h2"), document.createElement("p")];
@@ -135,16 +136,28 @@ function addRow(job) {
     $("results").append(card);
     cards.set(job.title, card);
   }
-  const row = document.createElement("div");
+  const rows = [...cards.get(job.title).querySelectorAll(".row")];
+  const key = `${job.engine_label} ${job.workload_label}`;
+  let row = rows.find((r) => r.dataset.key === key);
+  if (row) return row;
+  row = document.createElement("div");
   row.className = "row";
-  for (const [name, text] of [["what", job.workload_label], ["figure", "…"], ["engine", job.engine_label], ["unit", ""], ["why", ""]]) {
+  row.dataset.key = key;
+  row.values = [];
+  for (const [name, text] of [["what", inWords(job.workload)], ["figure", "…"], ["engine", job.engine_label], ["unit", ""], ["why", ""]]) {
     const part = document.createElement("span");
     part.className = name;
     part.textContent = text;
     row.append(part);
   }
-  cards.get(job.title).append(row);
+  cards.get(job.title).insertBefore(row, rows.find((r) => r.dataset.key > key) ?? null);
   return row;
+}
+
+/** "decode 32 tokens after 512" is what the computer's tables call tg32 @ d512. */
+function inWords({ n_prompt, n_gen, n_depth }) {
+  const parts = [n_prompt && `prefill ${n_prompt}`, n_gen && `decode ${n_gen}`].filter(Boolean);
+  return `${parts.join(", ")} token${n_prompt + n_gen > 1 ? "s" : ""}${n_depth ? ` after ${n_depth}` : ""}`;
 }
 
 function median(values) {
@@ -162,16 +175,19 @@ function speed({ n_prompt, n_gen }, repetitions) {
 
 function showFigures(row, job, { samples }) {
   const { unit, value } = speed(job.workload, samples.repetitions);
-  row.querySelector(".figure").textContent = job.correctness_only ? "correct" : value.toFixed(value < 100 ? 1 : 0);
+  row.values.push(value);
+  row.className = job.correctness_only ? "row unsaid" : "row";
+  const shown = median(row.values);
+  row.querySelector(".figure").textContent = job.correctness_only ? "correct" : shown.toFixed(shown < 100 ? 1 : 0);
   row.querySelector(".unit").textContent = job.correctness_only ? "" : unit;
-  if (job.correctness_only) {
-    row.classList.add("unsaid");
-    row.querySelector(".why").textContent = "Correctness only: graphics are rendered in software, so its speed says nothing.";
-  }
+  row.querySelector(".why").textContent = job.correctness_only
+    ? "Correctness only: graphics are rendered in software, so its speed says nothing."
+    : "";
 }
 
 function showFailure(row, why) {
-  row.classList.add("failed");
+  row.className = "row failed";
+  row.querySelector(".unit").textContent = "";
   row.querySelector(".figure").textContent = "failed";
   row.querySelector(".why").textContent = why;
 }
