@@ -10,7 +10,7 @@ from typing import Any
 from device_bench.bandwidth import limit
 from device_bench.conditions import Bandwidth, Device
 from device_bench.result import BenchResult, BytesPerToken, Memory, Snapshot
-from device_bench.stats import percentile, process_interval
+from device_bench.stats import percentile, process_interval, ratio_interval
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +91,7 @@ class Ratio:
     measured_cache: float | None
     peak_rss: float | None
     decode_tok_s: float | None
+    decode_ci95: tuple[float, float] | None
 
 
 def fold(results: Sequence[BenchResult]) -> list[Row]:
@@ -306,4 +307,5 @@ def _ratio(row: Row, other: Row, against: str) -> Ratio:
         return a / b if a is not None and b else None
 
     fields = ("formula", "declared", "measured_cache", "peak_rss", "decode_tok_s")
-    return Ratio(row.backend, f"{row.variant} {row.layout}", against, *map(over, fields))
+    ends = ratio_interval(row.decode_by_process, other.decode_by_process)
+    return Ratio(row.backend, f"{row.variant} {row.layout}", against, *map(over, fields), ends)

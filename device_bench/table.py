@@ -120,6 +120,10 @@ def half_width(ci95: tuple[float, float] | None, value: float | None) -> float |
     return percent(max(ci95[1] - value, value - ci95[0]), value)
 
 
+def ends(ci95: tuple[float, float] | None) -> str | None:
+    return None if ci95 is None else f"{ci95[0]:.3g} - {ci95[1]:.3g}"
+
+
 def tables(results: Sequence[BenchResult]) -> list[Table]:
     """One row per bundle; the same against each other; and every depth and thread count."""
     rows = fold(results)
@@ -128,19 +132,17 @@ def tables(results: Sequence[BenchResult]) -> list[Table]:
     if found := ratios(rows, results):
         cells: list[list[object]] = [
             [r.backend, r.what, r.against]
-            + [
-                _two(v)
-                for v in (r.formula, r.declared, r.measured_cache, r.peak_rss, r.decode_tok_s)
-            ]
+            + [_two(v) for v in (r.formula, r.measured_cache, r.peak_rss, r.decode_tok_s)]
+            + [ends(r.decode_ci95)]
             for r in found
         ]
-        names = ("backend", "bundle", "against", "formula", "declared", "measured")
-        columns = (*names, "peak RSS", "decode speed")
+        names = ("backend", "bundle", "against", "formula", "measured")
+        columns = (*names, "peak RSS", "decode", "95 %")
         made.append(Table("Ratios (bytes per token, memory, speed)", columns, cells))
     if any(r.measured_process is not None for r in bundles):
         made.append(_table("Memory: slopes, and what the process holds", _MEMORY, bundles))
-    if any(r.perplexity is not None for r in bundles):
-        made.append(_table("Quality, from `edgeqkv eval`", _QUALITY, bundles))
+    if known := [r for r in bundles if r.perplexity is not None]:
+        made.append(_table("Quality, from `edgeqkv eval`", _QUALITY, known))
     if len(rows) > len(bundles) or any(r.decode_ci95 or r.limit_share for r in rows):
         made.append(_table("Speed by threads and depth", _SPEED, rows))
     return made
@@ -151,8 +153,7 @@ def comparison_table(found: Sequence[Comparison], limit: float | None) -> Table:
     columns = ["bundle", "test", "figure", "ratio", "95 %", "value", "base"]
     rows: list[list[object]] = []
     for c in found:
-        ends = None if c.ci95 is None else f"{c.ci95[0]:.3f} - {c.ci95[1]:.3f}"
-        cells: list[object] = [c.who, c.test, c.figure, _two(c.ratio), ends]
+        cells: list[object] = [c.who, c.test, c.figure, _two(c.ratio), ends(c.ci95)]
         verdict = [] if limit is None else [VERDICTS[c.regressed(limit)]]
         rows.append([*cells, short(c.value), short(c.base), *verdict])
     bases = {c.against for c in found} if all(c.who != c.against for c in found) else set()
