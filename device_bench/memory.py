@@ -157,10 +157,14 @@ def slope_depths(
     """Depths at which a growing cache is read, evenly apart, multiples of tokens_per_page.
 
     They span what makes the cache grow by 8 MiB, far above the process's noise, or the capacity.
-    Empty when the capacity holds fewer than ``least`` of them.
+    Empty when the capacity holds fewer than ``least`` of them. The scales of an int8 cache fill a page
+    only every 1024 tokens: where that divides the capacity, so that every run starts on a page, fewer
+    depths do, from 0 on; they tell the slope exactly, without an interval.
     """
     unit = tokens_per_page(cache, page)
     units = capacity // unit
+    if cache.scale_itemsize and cache.bytes_per_token and units < least and capacity % unit == 0:
+        return [unit * i for i in range(units + 1)]
     if units < least or not cache.bytes_per_token:
         return []
     span = max(want, -(-(8 << 20) // cache.bytes_per_token) // unit)
