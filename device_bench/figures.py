@@ -306,6 +306,14 @@ def _ratio(row: Row, other: Row, against: str) -> Ratio:
         a, b = getattr(row, field), getattr(other, field)
         return a / b if a is not None and b else None
 
-    fields = ("formula", "declared", "measured_cache", "peak_rss", "decode_tok_s")
-    ends = ratio_interval(row.decode_by_process, other.decode_by_process)
-    return Ratio(row.backend, f"{row.variant} {row.layout}", against, *map(over, fields), ends)
+    return Ratio(
+        backend=row.backend,
+        what=f"{row.variant} {row.layout}",
+        against=against,
+        formula=over("formula"),
+        declared=over("declared"),
+        measured_cache=over("measured_cache"),
+        peak_rss=over("peak_rss"),
+        decode_tok_s=over("decode_tok_s"),
+        decode_ci95=ratio_interval(row.decode_by_process, other.decode_by_process),
+    )

@@ -131,9 +131,11 @@ def tables(results: Sequence[BenchResult]) -> list[Table]:
     made = [_table(_title(bundles), _BUNDLE, bundles)]
     if found := ratios(rows, results):
         cells: list[list[object]] = [
-            [r.backend, r.what, r.against]
-            + [_two(v) for v in (r.formula, r.measured_cache, r.peak_rss, r.decode_tok_s)]
-            + [ends(r.decode_ci95)]
+            [
+                *(r.backend, r.what, r.against),
+                *map(_two, (r.formula, r.measured_cache, r.peak_rss, r.decode_tok_s)),
+                ends(r.decode_ci95),
+            ]
             for r in found
         ]
         names = ("backend", "bundle", "against", "formula", "measured")
