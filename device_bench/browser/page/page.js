@@ -161,7 +161,7 @@ function inWords({ n_prompt, n_gen, n_depth }) {
 }
 
 function median(values) {
-  const sorted = values.toSorted((a, b) => a - b);
+  const sorted = [...values].sort((a, b) => a - b);
   const middle = sorted.length / 2;
   return sorted.length % 2 ? sorted[Math.floor(middle)] : (sorted[middle - 1] + sorted[middle]) / 2;
 }
