@@ -23,16 +23,19 @@ _OPERATOR = torch.library.Library("edgeqkv", "DEF")  # type: ignore[no-untyped-c
 _OPERATOR.define("dequantise(Tensor q, Tensor scale, int bits) -> Tensor")  # type: ignore[no-untyped-call]
 
 
-def _dequantise(q: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """q [out,in] int8, scale [out, in / group_size] -> [out,in] float32."""
-    return QuantTensor(q, scale, bits, q.shape[1] // scale.shape[1]).dequantise()
+def _shape_alone(q: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """q [out,in] int8, scale [out, in / group_size] -> zeros [out,in] float32 that take no memory.
+
+    A trace keeps every tensor that it saw alive, and of this one it needs no more than the shape.
+    """
+    return scale.new_zeros(1, dtype=torch.float32).expand(q.shape)
 
 
-_OPERATOR.impl("dequantise", _dequantise, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_OPERATOR.impl("dequantise", _shape_alone, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 
 
 class _Quantised(nn.Module):
-    """A Linear, or with ``table`` an Embedding, whose ``weight`` is made from integers when read."""
+    """A Linear, or with ``table`` an Embedding, to be traced: integers stand where ``weight`` was."""
 
     def __init__(self, tensor: QuantTensor, bias: Tensor | None, *, table: bool) -> None:
         super().__init__()
@@ -52,7 +55,8 @@ class _Quantised(nn.Module):
 
 
 def with_integers(decoder: Decoder, tensors: Mapping[str, QuantTensor]) -> Decoder:
-    """The decoder with the modules of ``tensors`` replaced; every other tensor is shared with it."""
+    """The decoder with the modules of ``tensors`` replaced, for tracing and not for running; every
+    other tensor is shared with it."""
     changed = shared_copy(decoder)
     for name, tensor in tensors.items():
         module = changed.get_submodule(name)
