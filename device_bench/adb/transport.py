@@ -154,11 +154,12 @@ class AdbDevice:
         self._adb.push(local, where)  # a folder that is not there yet becomes this one
         loader, program = (f"{home}/{p}" for p in _programs(runner))
         command = f"{loader} --library-path {home}/lib {program} {JOB} result.json"
-        script = f"cd {where} && echo $$ > pid && exec {command}"
+        # Runtimes write to their user's folders (ONNX Runtime makes ~/.cache): they are the job's.
+        script = (
+            f"cd {where} && export HOME={where} TMPDIR={where} && echo $$ > pid && exec {command}"
+        )
         try:
-            status, last, late = self._adb.stream(
-                script, lambda line: note(f"{self._adb.serial}: {line}"), timeout_s=limit + GRACE_S
-            )
+            status, last, late = self._adb.stream(script, self._progress, timeout_s=limit + GRACE_S)
         except BaseException:
             self._kill(where)
             raise
@@ -172,6 +173,11 @@ class AdbDevice:
         self._adb.check_there()
         self._kill(where)
         raise JobFailed(_reason(status, last, limit if late else None))
+
+    def _progress(self, line: str) -> None:
+        """Show the runner's own lines, which start so; the runtimes' logs are theirs."""
+        if line.startswith("> "):
+            note(f"{self._adb.serial}: {line[2:]}")
 
     def _kill(self, where: str) -> None:
         with contextlib.suppress(EdgeQKVError):

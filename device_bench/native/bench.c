@@ -1,7 +1,7 @@
 // The passes of device_bench/measure.py without Python: edgeqkv-bench JOB RESULT, one job and out.
 //
 // RESULT receives {"value": ...} or {"error": one line}; a process that writes none crashed.
-// Progress goes to stderr, a line each.
+// Progress goes to stderr, a line each that starts with "> ".
 #define _GNU_SOURCE
 #include <errno.h>
 #include <math.h>
@@ -107,13 +107,13 @@ static void time_pass(void) {
   start = now_ns();
   append_tokens(job.ids, 1);
   int64_t first_call_ns = now_ns() - start;
-  fprintf(stderr, "checking the golden vectors\n");
+  fprintf(stderr, "> checking the golden vectors\n");
   double worst = check_golden();
   long runs = job.warmup + job.repetitions, n = (job.prompt ? 1 : 0) + job.gen;
   int64_t *stamps = calloc(runs * n + 1, sizeof *stamps);
   if (!stamps) fail("out of memory");
   for (long i = 0; i < runs; i++) {
-    fprintf(stderr, "run %ld of %ld\n", i + 1, runs);
+    fprintf(stderr, "> run %ld of %ld\n", i + 1, runs);
     run_once(stamps + i * n);
   }
   begin_value();
@@ -196,7 +196,7 @@ static void depth_pass(void) {
     while (position < job.depths[i]) append_tokens(job.ids + position, 1);
     if (i) print(", ");
     print_point(job.depths[i]);
-    fprintf(stderr, "memory at depth %ld\n", job.depths[i]);
+    fprintf(stderr, "> memory at depth %ld\n", job.depths[i]);
   }
   print("]");
   end_value();

@@ -25,6 +25,7 @@ from device_bench.schema import build as parse
 from device_bench.workload import Workload
 from edgeqkv.artifact import read_artifact, read_golden
 from edgeqkv.runner import open_runner
+from export.golden import make_golden
 from export.verify import THRESHOLDS
 from tests.device_bench.goldens import golden_bundle, set_golden
 
@@ -153,3 +154,24 @@ def test_a_changed_source_is_compiled_anew(tmp_path, monkeypatch):
     assert build.fingerprint("onnx") == before
     (sources / "bench.c").write_text("// other\n")
     assert build.fingerprint("onnx") != before
+
+
+@linux
+def test_executorch(tmp_path):
+    """Parity, and the cache's own arena told from all others, in the same passes."""
+    pytest.importorskip("executorch.exir")
+    from tests.et_bundles import et_bundle
+
+    decoder, _, source = et_bundle("q-mqa", "shared")
+    bundle = shutil.copytree(source, tmp_path / "b")
+    artifact = read_artifact(bundle)
+    golden = make_golden(decoder, artifact.cache.capacity)
+    set_golden(bundle, golden)
+    value = native(bundle, "time")
+    assert value["engine"] == "executorch native"
+    assert len(parse(Samples, value["samples"], "samples").repetitions[0]) == 1 + WORKLOAD.n_gen
+    (point,) = native(bundle, "capacity")
+    assert 0 < point["cache_bytes"] <= artifact.cache.nbytes
+    set_golden(bundle, dataclasses.replace(golden, prefill_logits=golden.prefill_logits + 1))
+    with pytest.raises(JobFailed, match="parity"):
+        native(bundle, "time")
