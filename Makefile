@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 OUT ?= out
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint quantisation clean
+.PHONY: demo phone-demo test lint quantisation clean
 .DELETE_ON_ERROR:
 
 # Not compiled at install: the SDKs bring thousands of modules, and few of them are ever imported.
@@ -22,6 +22,10 @@ $(VENV)/.dev: $(VENV)/.ready
 
 demo: $(VENV)/.ready
 	PATH="$(abspath $(BIN)):$$PATH" OUT="$(OUT)" sh docs/demo.sh
+
+# On a phone that is made and emulated here; see docs/phones.md.
+phone-demo: $(VENV)/.ready
+	PATH="$(abspath $(BIN)):$$PATH" OUT="$(OUT)" sh docs/phone-demo.sh
 
 test: $(VENV)/.dev lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not alone" -n logical --maxprocesses 4 \
