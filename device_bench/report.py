@@ -19,13 +19,15 @@ from device_bench.report_memory import by_context, memory_points, per_token, sta
 from device_bench.report_parts import Section, colours_of, count, times
 from device_bench.report_speed import quality, speed
 from device_bench.result import BenchResult
-from device_bench.table import comparison_table, problems
+from device_bench.table import comparison_table, half_width, problems
 from edgeqkv.console import human_bytes
 from edgeqkv.errors import MissingDependencyError, UsageError
 from edgeqkv.estimate import parse_bytes
 
 # Sizes to see a cache against where no --budget names a device.
 BUDGETS = (("32 MiB", 32 << 20), ("512 MiB", 512 << 20), ("2 GiB", 2 << 30))
+
+WORTH_A_HEADLINE = 0.1  # of the figure: half of its 95 % interval at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +120,7 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
         agree = sum(r.status == "ok" for r in measured)
         what = "bundles whose formula, declaration and measurement agree within 3 %"
         found.append(Headline(f"{agree} of {len(measured)}", what))
-    timed = [r for r in rows if r.decode_tok_s is not None and not r.emulated]
+    timed = [r for r in rows if not r.emulated and _repeats(r)]
     if timed:
         best = max(timed, key=lambda r: r.decode_tok_s or 0)
         what = (
@@ -127,6 +129,12 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
         )
         found.append(Headline(count(best.decode_tok_s or 0), what))
     return [Headline(h.figure, h.what.replace("-", "\N{NON-BREAKING HYPHEN}")) for h in found]
+
+
+def _repeats(row: Row) -> bool:
+    """Whether a speed will be much the same tomorrow: a large letter is for no other."""
+    half = half_width(row.decode_ci95, row.decode_tok_s)
+    return half is not None and half <= 100 * WORTH_A_HEADLINE
 
 
 def _mixtures(results: Sequence[BenchResult]) -> list[str]:
