@@ -10,15 +10,15 @@ say() { printf '\n$ %s\n' "$*"; "$@"; }
 rm -rf "$OUT"
 mkdir -p "$OUT"
 say edgeqkv import checkpoints/kjv-q-mqa.pt -o "$OUT/model" --tokenizer checkpoints/tokenizer.json
-say edgeqkv export "$OUT/model" -b onnx -o "$OUT/q-mqa"
+say edgeqkv export "$OUT/model" -b onnx,executorch -o "$OUT/q-mqa"
 
 # Boot: its namespaces end with this script, and so does the phone.
 sockets=$(mktemp -d)
 mkfifo "$sockets/orders"
 unshare -Urmnpf --kill-child -- tests/phone/boot.sh "$PHONE" "$sockets/adb" \
     <"$sockets/orders" >"$sockets/said" 2>"$sockets/log" &
-boot=$!
-trap 'kill $boot 2>/dev/null; rm -rf "$sockets"' EXIT
+boot=$! links=
+trap 'kill $boot $links 2>/dev/null; rm -rf "$sockets"' EXIT
 exec 3>"$sockets/orders"
 for _ in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
     grep -q booted "$sockets/said" && break
@@ -28,11 +28,23 @@ done
 export ADB_SERVER_SOCKET="localfilesystem:$sockets/adb"
 say edgeqkv devices
 
-bench() { say edgeqkv bench "$OUT/q-mqa/onnx" -p 0 -n 0 -pg 64,16 -r 3 --processes 1 -o "$OUT/results.jsonl" --resume "$@" --json >/dev/null; }
-: >"$OUT/results.jsonl"
-bench
-bench --device local --engine native
-bench --device adb
-# The browser row goes here, over `adb reverse`: bench --device browser ...
+onnx=$OUT/q-mqa/onnx executorch=$OUT/q-mqa/executorch
+bench() {
+    say edgeqkv bench "$@" -p 0 -n 0 -pg 64,16 -r 3 --processes 1 \
+        -o "$OUT/results.jsonl" --resume --json >/dev/null
+}
+bench "$onnx" "$executorch"
+bench "$onnx" "$executorch" --engine native
+bench "$onnx" "$executorch" --device adb
+# The phone's browser is Chromium here, in the phone's network, where adb reverse leads; so is the bench.
+if command -v chromium >/dev/null; then
+    tests/phone/open_links.sh "$boot" &
+    links=$!
+    inside="nsenter --target $boot --user --net --preserve-credentials"
+    edgeqkv() { $inside "$(command -v env)" edgeqkv "$@"; }
+    bench "$onnx" --device browser:adb -t 1
+    unset -f edgeqkv
+    kill "$links" 2>/dev/null || :
+fi
 
 say edgeqkv compare "$OUT/results.jsonl"

@@ -21,7 +21,7 @@ _TOOLS = ("adb", "unshare", "ip", "qemu-aarch64-static", "aarch64-linux-gnu-gcc"
 def skip_unless_possible() -> None:
     """Skip with the reason where the fake phone cannot run."""
     if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
-        pytest.skip(f"the fake phone needs {', '.join(missing)}: make phone-tools")
+        pytest.skip(f"the fake phone needs {', '.join(missing)}: tests/phone/install.sh")
     if not (ROOT / ".made").exists():
         pytest.skip(f"no fake phone at {ROOT}: tests/phone/make.sh {ROOT}")
     mount = "mount -t binfmt_misc none /proc/sys/fs/binfmt_misc"
