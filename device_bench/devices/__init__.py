@@ -84,7 +84,11 @@ def open_transports(
                 allowed = ", ".join(TRANSPORTS)
                 raise UsageError(f"--device is {name!r}; allowed: {allowed}")
             module = cast(TransportModule, importlib.import_module(TRANSPORTS[kind]))
-            opened += module.open_devices(argument or None, engine)
+            for device in module.open_devices(argument or None, engine):
+                opened.append(device)
+                ids = [d.describe().id for d in opened]
+                if ids[-1] and ids[-1] in ids[:-1]:  # adb and adb:SERIAL may name one phone
+                    opened.pop().close()
         if cores:
             for device in opened:
                 _pin(device, cores)

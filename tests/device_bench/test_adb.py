@@ -163,6 +163,14 @@ def test_no_phone(stub, cli, monkeypatch, tmp_path):
         listed()
 
 
+def test_one_phone_named_twice_is_one(stub):
+    answer = told().replace("'", "")
+    stub("8A1X\tdevice\n9B2Y\tdevice", f"cat <<'X'\n{answer}\nX")
+    assert len(open_transports(["adb", "adb:8A1X", "adb"], None)) == 2
+    (one,) = open_transports(["adb:9B2Y"], None, cores=[4, 5])
+    assert one.conditions(2).affinity == (4, 5)
+
+
 def test_gone_while_it_answers(stub):
     stub("8A1X\tdevice", "echo \"error: device '8A1X' not found\" >&2; exit 1")
     with pytest.raises(DeviceLost, match="not found"):
