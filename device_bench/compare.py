@@ -214,3 +214,21 @@ def mixtures(results: Sequence[BenchResult]) -> list[str]:
 
 def devices(results: Sequence[BenchResult]) -> list[str]:
     return sorted({device_label(r.device) for r in results})
+
+
+def load_change(results: Sequence[BenchResult], earlier: Sequence[BenchResult]) -> str | None:
+    """A line when one of two sweeps shared its CPUs with half of them more than the other did.
+
+    Intervals hold what a machine does during a sweep, not what it did an hour before.
+    """
+    found = [
+        [x for r in rs if (x := r.conditions.load_average_1m) is not None]
+        for rs in (results, earlier)
+    ]
+    cpus = min((r.device.cpu_count or 1 for r in (*results, *earlier)), default=1)
+    if not all(found):
+        return None
+    mine, theirs = (sum(loads) / len(loads) for loads in found)
+    if abs(mine - theirs) <= cpus / 2:
+        return None
+    return f"load average {mine:.1f}, the baseline's was {theirs:.1f}: speeds are not comparable"

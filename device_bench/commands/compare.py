@@ -86,6 +86,8 @@ def run(
         )
     if differences:
         note(f"warning: not comparable: {' | '.join(differences)}")
+    if loads := compare.load_change(results, earlier):
+        note(f"warning: {loads}")
     more = [table.comparison_table(found, limit)] if baseline is not None else []
     if output is not None:
         _write(output, results, found, limit, budget or [])

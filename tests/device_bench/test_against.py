@@ -151,6 +151,17 @@ def test_conditions_of_one_device_are_compared_with_each_other(tmp_path):
     assert line.endswith("with 2 of governor: performance; powersave")
 
 
+@pytest.mark.parametrize(("load", "warned"), [(0.2, False), (9.0, True), (None, False)])
+def test_a_baseline_from_a_quieter_hour_is_noted(tmp_path, load, warned):
+    lines = sweep(tmp_path / "b", processes=1)
+    state = dataclasses.replace(lines[0].conditions, load_average_1m=load)
+    now = [dataclasses.replace(r, conditions=state) for r in lines]
+    found = compare.load_change(now, lines)
+    assert (found is not None) == warned
+    assert not warned or found.startswith("load average 9.0, the baseline's was 0.1")
+    assert compare.load_change(now, []) is None
+
+
 def test_an_evaluation_stands_beside_the_bytes_of_its_bundle(cli, tmp_path, before):
     sha = sweep(tmp_path / "b")[0].artifact.sha256
     evaluation, model = tmp_path / "q.json", tmp_path / "model.json"
