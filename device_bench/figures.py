@@ -37,6 +37,7 @@ class Row:
     weights: str
     formulation: str
     device: str
+    kind: str
     emulated: bool
     threads: int
     depth: int
@@ -98,17 +99,17 @@ def fold(results: Sequence[BenchResult]) -> list[Row]:
     """Rows in the order backend, bytes per token (most first), name, threads, depth."""
     groups: dict[tuple[Any, ...], list[BenchResult]] = {}
     for r in results:
-        w, where = r.workload, (r.device, r.conditions.engine)
-        groups.setdefault((r.artifact.sha256, *where, w.n_threads, w.n_depth), []).append(r)
+        w = r.workload
+        groups.setdefault((*_where(r), w.n_threads, w.n_depth), []).append(r)
     devices = {r.device for r in results}
     bandwidth = {d: read_bandwidth([r for r in results if r.device == d]) for d in devices}
-    caches: dict[str, BytesPerToken] = {}
-    for r in results:  # a bundle's figures are on every line that could carry them
-        known = caches.get(r.artifact.sha256)
+    caches: dict[tuple[Any, ...], BytesPerToken] = {}
+    for r in results:  # a bundle's figures are on every line of its device that could carry them
+        known = caches.get(_where(r))
         if known is None or not known.points:
-            caches[r.artifact.sha256] = r.cache.bytes_per_token
+            caches[_where(r)] = r.cache.bytes_per_token
     rows = [
-        _row(group, p, n, caches[group[0].artifact.sha256], bandwidth[group[0].device])
+        _row(group, p, n, caches[_where(group[0])], bandwidth[group[0].device])
         for group in groups.values()
         for p, n in itertools.zip_longest(
             sorted({r.workload.n_prompt for r in group} - {0}),
@@ -116,6 +117,11 @@ def fold(results: Sequence[BenchResult]) -> list[Row]:
         )
     ]
     return sorted(rows, key=lambda r: (r.backend, -r.formula, r.name, r.sha256, r.threads, r.depth))
+
+
+def _where(result: BenchResult) -> tuple[Any, ...]:
+    """The bundle, and what ran it: nothing measured there is said of another device."""
+    return (result.artifact.sha256, result.device, result.conditions.engine)
 
 
 def _row(
@@ -153,6 +159,7 @@ def _row(
         weights=first.artifact.weights,
         formulation=first.artifact.formulation,
         device=device_label(first.device),
+        kind=first.device.kind,
         emulated=first.device.emulated,
         threads=first.workload.n_threads,
         depth=first.workload.n_depth,

@@ -28,7 +28,7 @@ class Table:
 
 Column = tuple[str, Callable[[Row], object]]
 _WHO: tuple[Column, ...] = (
-    ("backend", lambda r: r.backend),
+    ("backend", lambda r: runner(r)),
     ("variant", lambda r: r.variant),
     ("layout", lambda r: r.layout),
 )
@@ -82,6 +82,13 @@ _QUALITY: tuple[Column, ...] = (
     ("perplexity", lambda r: short(r.perplexity)),
     ("+-", lambda r: short(r.perplexity_stderr)),
 )
+
+
+def runner(row: Row) -> str:
+    """The backend and, where it is not Python on this machine, what ran it: ``onnx native``,
+    ``onnx adb``, ``onnx wasm``."""
+    driver = row.driver if row.kind in ("local", "browser") else row.kind
+    return row.backend if driver == "python" else f"{row.backend} {driver}"
 
 
 def decode_speed(row: Row) -> object:
