@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 PREFILLS = 32  # positions at which the prefill path is compared with the decode path
 STEP = 256  # tokens per step of the progress bar
-# How far the mean loss of the two paths may be apart, in nats, by the bundle's coarsest format. An
-# int8 cache is read back by decode where prefill still has the new rows in float32.
-AGREEMENT = {"fp32": 1e-4, "fp16": 5e-3, "int8": 3e-2, "int4": 3e-2}
+# How far the mean loss of the two paths may be apart, in nats, by the bundle's coarsest format: about
+# seven times the most that was measured (int4 weights, whose kernels for one row and for many add up
+# in another order: 7e-4; int8 2e-5; an int8 cache, whose rows are read as stored by both: 3e-7).
+AGREEMENT = {"fp32": 1e-4, "fp16": 5e-3, "int8": 5e-3, "int4": 5e-3}
 
 
 def run(
