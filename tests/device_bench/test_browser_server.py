@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import http.client
+import io
 import json
 import shutil
 import socket
@@ -17,7 +18,7 @@ import pytest
 from device_bench.browser import link, package, server, transport
 from device_bench.browser.facts import Claim, read_outcome, system_of
 from device_bench.browser.server import HEADERS, MAX_POST_BYTES, PageServer, Session
-from device_bench.devices import DeviceLost, open_transports
+from device_bench.devices import DeviceLost, open_transports, threads_of
 from device_bench.jobs import JobFailed
 from device_bench.schema import build
 from edgeqkv.errors import EdgeQKVError, MissingDependencyError, UsageError
@@ -305,6 +306,38 @@ def test_without_openssl_https_is_one_line(tmp_path, monkeypatch):
 def test_misuse(name, engine, words):
     with pytest.raises(UsageError, match=words):
         open_transports([name], engine)
+
+
+@pytest.mark.parametrize(
+    ("engine", "isolated", "asked", "run"),
+    [
+        ("wasm", True, None, [1, 4]),
+        ("wasm", False, None, [1]),
+        ("wasm", True, [2, 8], [2, 8]),
+        ("webgpu", True, None, [1]),
+        ("webgpu", True, [2, 8], [1]),
+    ],
+)
+def test_thread_counts(engine, isolated, asked, run):
+    """Eight processors: some are slow ones."""
+    about = build(Claim, CLAIM | {"cross_origin_isolated": isolated}, "claim")
+    assert threads_of(transport.Page(None, about, engine), asked) == run
+
+
+def test_the_link_is_a_qr_code_on_a_terminal(monkeypatch):
+    pytest.importorskip("segno")
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr("sys.stderr", stream)
+        link.show_link("http://192.0.2.1:1234/token/")
+        lines = stream.getvalue().splitlines()
+        assert lines[0] == "open on the phone: http://192.0.2.1:1234/token/"
+        assert any("\N{UPPER HALF BLOCK}" in line for line in lines) == shown
+        assert all(len(line) <= 80 for line in lines)
 
 
 def test_no_phone_for_adb(tmp_path, monkeypatch):
