@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from edgeqkv.errors import EdgeQKVError, MissingDependencyError
@@ -19,6 +20,7 @@ HERE = Path(__file__).parent
 PROGRAM = "edgeqkv-bench"
 SHARED = ("bench.c", "job.c", "memory.c")
 HEADERS = ("runner.h", "job.h", "memory.h", "third_party/onnxruntime_c_api.h")
+PACKAGE = {"onnx": "onnxruntime", "executorch": "executorch"}
 RUNTIME_SOURCE = {"onnx": "onnxruntime.c", "executorch": "executorch.cpp"}
 CFLAGS = ("-O2", "-Wall", "-Wextra", "-Wno-sign-compare", "-std=c11")
 CXXFLAGS = ("-O2", "-Wall", "-std=c++17", "-DC10_USING_CUSTOM_GENERATED_MACROS")
@@ -65,13 +67,18 @@ def runtime_folder(backend: str) -> Path:
     Raises:
         MissingDependencyError: it is not installed.
     """
-    package = {"onnx": "onnxruntime", "executorch": "executorch"}[backend]
+    package = PACKAGE[backend]
     found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
         raise MissingDependencyError(
             f"the native runner needs {package}'s libraries; pip install 'edgeqkv[{backend}]'"
         )
     return Path(next(iter(found.submodule_search_locations)))
+
+
+def installed_runtime(backend: str) -> str:
+    """Names the installed runtime: a program built for it does not fit another version or place."""
+    return f"{version(PACKAGE[backend])} {runtime_folder(backend)}"
 
 
 def onnx_library(runtime: Path) -> Path:
@@ -92,7 +99,7 @@ def build_here(backend: str) -> Runner:
     """
     runtime = runtime_folder(backend)
     library = str(onnx_library(runtime)) if backend == "onnx" else ""
-    target = cache_folder() / "native" / fingerprint(backend, "here", str(runtime))
+    target = cache_folder() / "native" / fingerprint(backend, installed_runtime(backend))
     if not (target / PROGRAM).exists():
         with new_folder(target, overwrite=True) as folder:
             compile_program(backend, HOST, folder / PROGRAM, runtime, rpath=True)

@@ -26,6 +26,7 @@ from device_bench.native.build import (
     compile_program,
     find_compiler,
     fingerprint,
+    installed_runtime,
     onnx_library,
     runtime_folder,
 )
@@ -132,8 +133,8 @@ def build_folder(abi: str, backend: str) -> RunnerFolder:
         allowed = ", ".join(LIBRARY)
         raise UnsupportedError(f"--backend is {backend!r}; allowed for phones: {allowed}")
     target, wheel = TARGETS[abi], WHEELS.get((backend, abi))
-    version = wheel.sha256 if wheel else str(runtime_folder(backend))
-    folder = cache_folder() / "native" / f"{backend}-{abi}-{fingerprint(backend, abi, version)}"
+    key = fingerprint(backend, abi, wheel.sha256 if wheel else installed_runtime(backend))
+    folder = cache_folder() / "native" / f"{backend}-{abi}-{key}"
     if not (folder / MANIFEST).exists():
         find_compiler(target.compilers.c, target.compilers.advice)  # before anything is downloaded
         runtime = _from_wheel(wheel) if wheel else runtime_folder(backend)
