@@ -44,6 +44,12 @@ def bench(cli, phone, bundle, *more, check=0):
     return cli("bench", bundle, *QUICK, *more, env=phone.env, check=check)
 
 
+def pushed(cli, phone, bundle):
+    """See to it that runner and bundle are on the phone, whichever tests ran before."""
+    if "bundle-" not in phone.shell(f"ls {ROOT}"):
+        bench(cli, phone, bundle)
+
+
 def test_devices(cli, phone):
     (found,) = json.loads(cli("devices", "--json", env=phone.env, check=0).stdout)
     assert found["serial"] == SERIAL
@@ -104,12 +110,14 @@ def test_wrong_logits_are_no_speed(cli, phone, bundle, tmp_path):
 
 
 def test_a_changed_copy_is_pushed_again(cli, phone, bundle):
+    pushed(cli, phone, bundle)
     phone.shell(f"for f in {ROOT}/bundle-*/model.onnx; do echo broken > $f; done")
     done = bench(cli, phone, bundle)
     assert "copying 1 files" in done.stderr
 
 
 def test_a_missing_loader_is_pushed_again_and_lost_in_the_run_is_one_line(cli, phone, bundle):
+    pushed(cli, phone, bundle)
     phone.shell(f"rm {ROOT}/runner-*/lib/ld-linux-aarch64.so.1")
     assert "copying 1 files" in bench(cli, phone, bundle).stderr
     # What the hashes cannot see: it goes after the check.
