@@ -11,8 +11,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text("utf-8")
 # Not run here: the two make targets (one runs this test, the other is run below by its script),
-# the installation, and the download (tests/edgeqkv/test_importers*.py read it from a local hub cache).
-ELSEWHERE = ("make demo", "make test", "pip install", "edgeqkv import hf:")
+# the installation, the download (tests/edgeqkv/test_importers*.py read it from a local hub cache), and
+# what needs a phone, a browser or a C compiler (tests/device_bench/test_{adb,browser,native}.py).
+ELSEWHERE = (
+    "make demo",
+    "make test",
+    "pip install",
+    "edgeqkv import hf:",
+    "edgeqkv devices",
+    "edgeqkv bench bundles/onnx --device",
+    "edgeqkv bench bundles/onnx --engine",
+)
 
 
 def blocks(language):
