@@ -152,7 +152,7 @@ def _fill(new: Path, abi: str, backend: str, runtime: Path) -> None:
     for name, source in own.items():
         shutil.copyfile(source, new / "lib" / name)
     compiler = find_compiler(target.compilers.c, target.compilers.advice)
-    roots = [program, *own.values(), target.loader]
+    roots: list[Path | str] = [program, *own.values(), target.loader]
     for name, source in _system_libraries(compiler, roots, own):
         shutil.copyfile(source, new / "lib" / name)
     for started in (program, new / "lib" / target.loader):

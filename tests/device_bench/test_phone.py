@@ -163,7 +163,7 @@ def test_unplugged_in_a_run_loses_nothing(cli, bundle, tmp_path):
     """Two configurations: the first is done, the second is under way when the cable goes."""
     out = tmp_path / "r.jsonl"
     with fakephone.booted() as phone:
-        more = ("-p", "6,7", "-r", "400", "-o", out)
+        more = ("-p", "6,7", "-r", "40", "-o", out)
         done = []
         run = threading.Thread(
             target=lambda: done.append(bench(cli, phone, bundle, *more, check=None))
