@@ -34,8 +34,8 @@ _WHO: tuple[Column, ...] = (
 )
 _BUNDLE: tuple[Column, ...] = (
     *_WHO,
-    ("\nformula", lambda r: r.formula),
-    ("bytes/token\ndeclared", lambda r: r.declared),
+    ("bytes\nformula", lambda r: r.formula),
+    ("per token\ndeclared", lambda r: r.declared),
     ("\nmeasured", lambda r: short(r.measured_cache)),
     ("file\nMiB", lambda r: mib(r.nbytes)),
     ("load\nms", lambda r: short(r.load_ms)),
@@ -95,7 +95,8 @@ def decode_speed(row: Row) -> object:
     """tok/s; a word where a time says nothing about the real runtime or device."""
     if row.interpreted:
         return INTERPRETED
-    return EMULATED if row.emulated else short(row.decode_tok_s)
+    ran = row.status != "failed"
+    return EMULATED if row.emulated and ran else short(row.decode_tok_s)
 
 
 def short(value: float | None) -> float | None:
