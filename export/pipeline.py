@@ -58,7 +58,7 @@ def export_bundle(
     verify: bool = True,
     report: Callable[[str], None] = lambda stage: None,
 ) -> Artifact:
-    """Write one bundle to ``target``; ``report`` hears each of STAGES when it is done.
+    """Write one bundle to ``target``; ``report`` hears each of STAGES when it is done (verify: if asked).
 
     ``decoder`` and ``golden`` are of the rounded weights (``export.quantise.apply_rounding``) where
     ``request.tensors`` holds integers; ``quantisation`` says how those were made.
@@ -99,5 +99,5 @@ def export_bundle(
             result = verify_bundle(folder, decoder=decoder)
             if not result.passed:
                 raise MismatchError(f"{target}: {result.failure}; no bundle was written")
-        report("verify")
+            report("verify")
     return artifact

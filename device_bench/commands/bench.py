@@ -37,7 +37,7 @@ def run(
     ] = 3,
     threads: Annotated[
         str | None,
-        typer.Option("-t", "--threads", help="[default: 1, in a browser also its cores up to 4]"),
+        typer.Option("-t", "--threads", help="(default: 1, in a browser also its cores up to 4)"),
     ] = None,
     output: Annotated[
         Path | None,
@@ -64,13 +64,13 @@ def run(
     overwrite: Annotated[bool, typer.Option(help="Replace -o FILE.")] = False,
     memory: Annotated[bool, typer.Option(help="Measure memory, in processes of its own.")] = True,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="Of order and tokens. [default: drawn]")
+        int | None, typer.Option(min=0, help="Of order and tokens. (default: drawn)")
     ] = None,
     device: Annotated[
         list[str] | None,
         typer.Option(
             metavar="local|adb[:SERIAL]|browser[:HOW]",
-            help="Where to run; repeatable. [default: local]",
+            help="Where to run; repeatable. (default: local)",
         ),
     ] = None,
     engine: Annotated[

@@ -18,7 +18,7 @@ def run(
         Path | None, typer.Option("-o", "--output", metavar="DIR", help="Copy the folder there.")
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="adb[:SERIAL] to clean. [default: every phone]")
+        str | None, typer.Option(help="adb[:SERIAL] to clean. (default: every phone)")
     ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace -o DIR.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,

@@ -25,7 +25,7 @@ def run(
     seed: Annotated[int, typer.Option(min=0)] = 0,
     threads: Annotated[int, typer.Option("-t", "--threads", min=1)] = 1,
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="byte|FILE|DIR", help="[default: the bundle's own]")
+        str | None, typer.Option(metavar="byte|FILE|DIR", help="(default: the bundle's own)")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:

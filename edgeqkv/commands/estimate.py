@@ -17,7 +17,7 @@ def run(
     context: Annotated[str, typer.Option(help="Comma list of tokens.")] = "2048,32768",
     budget: Annotated[str | None, typer.Option(help="Memory for weights and cache.")] = None,
     weights: Annotated[str, typer.Option(help="fp32, fp16, int8 or int4.")] = "fp16",
-    cache_dtype: Annotated[str, typer.Option(help="fp32 or fp16.")] = "fp16",
+    cache_dtype: Annotated[str, typer.Option(help="fp32, fp16 or int8.")] = "fp16",
     groups: Annotated[
         int | None, typer.Option(help="Key/value heads of the GQA rows.", min=1)
     ] = None,

@@ -31,7 +31,7 @@ def run(
     ] = None,
     threads: Annotated[int, typer.Option("-t", "--threads", min=1)] = 1,
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="byte|FILE|DIR", help="[default: the source's own]")
+        str | None, typer.Option(metavar="byte|FILE|DIR", help="(default: the source's own)")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:

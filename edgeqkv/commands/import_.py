@@ -26,7 +26,7 @@ def run(
         str | None,
         typer.Option(
             help="byte, tokenizer.json, or a folder with it or vocab.json + merges.txt. "
-            "[default: what a folder SRC has]"
+            "(default: what a folder SRC has)"
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace MODEL_DIR if it exists.")] = False,

@@ -13,7 +13,7 @@ def run(
         ..., "-o", "--output", help="Folder for checkpoints and tokenizer."
     ),
     sharing: str = typer.Option("k=v", help="Shared projections: none, q=k, k=v or q=k=v."),
-    kv_heads: int | None = typer.Option(None, help="Key/value heads [default: --heads]."),
+    kv_heads: int | None = typer.Option(None, help="Key/value heads (default: --heads)."),
     layers: int = typer.Option(4, help="Layers."),
     hidden: int = typer.Option(128, help="Hidden size; the MLP is four times as wide."),
     heads: int = typer.Option(4, help="Query heads."),

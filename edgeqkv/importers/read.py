@@ -29,7 +29,9 @@ def open_checkpoint(path: Path) -> Mapping[str, Any]:
         CheckpointError: not a file, not a PyTorch checkpoint, damaged, or it tries to run code.
     """
     if not path.is_file():
-        raise CheckpointError(f"{path} does not exist")
+        raise CheckpointError(
+            f"{path} does not exist; give a checkpoint file, a Hugging Face folder or hf:REPO[/FILE]"
+        )
     if path.suffix == ".safetensors":
         raise CheckpointError(
             f"{path}: a bare .safetensors file does not say which model it is; allowed: a MODEL_DIR, "
@@ -46,10 +48,13 @@ def open_checkpoint(path: Path) -> Mapping[str, Any]:
     except pickle.UnpicklingError as e:
         raise CheckpointError(f"{path} {_refusal(str(e))}") from None
     except Exception as e:  # torch raises a dozen types for bytes it cannot parse
-        first = (str(e).strip().splitlines() or [type(e).__name__])[0][:150]
-        raise CheckpointError(
-            f"{path} is not a PyTorch checkpoint, is damaged or cut short: {first}"
-        ) from None
+        first = (str(e).strip().splitlines() or [type(e).__name__])[0].split(". ")[0][:100]
+        size = f"{path.stat().st_size:,} bytes"
+        if magic == _ZIP:
+            message = f"{path} is damaged or cut short ({size}; {first}); copy or download it again"
+        else:
+            message = f"{path} is not a PyTorch checkpoint ({size}); give what torch.save wrote"
+        raise CheckpointError(message) from None
     if not isinstance(found, dict):
         raise CheckpointError(
             f"{path} holds a {type(found).__name__}; expected a dict with weights and config"

@@ -35,14 +35,14 @@ def run(
         "onnx,executorch,coreml"
     ),
     max_context: Annotated[
-        int | None, typer.Option(help="Tokens of context [default: the model's positions].")
+        int | None, typer.Option(help="Tokens of context (default: the model's positions).")
     ] = None,
     weights: Annotated[
-        str | None, typer.Option(help="fp32, fp16, int8 or int4 [default: fp32].")
+        str | None, typer.Option(help="fp32, fp16, int8 or int4 (default: fp32).")
     ] = None,
     group_size: Annotated[
         int | None,
-        typer.Option(help="Columns per scale, 0 for a whole row [default: int4 32, int8 0]."),
+        typer.Option(help="Columns per scale, 0 for a whole row (default: int4 32, int8 0)."),
     ] = None,
     recipe: Annotated[
         Path | None, typer.Option(metavar="TOML", help="Number format per module, not --weights.")
@@ -58,7 +58,7 @@ def run(
         str, typer.Option(help="auto: one tensor per layer where exact; shared; separate.")
     ] = "auto",
     cache_dtype: Annotated[
-        str | None, typer.Option(help="fp32, fp16 or int8 [default: fp32; coreml fp16].")
+        str | None, typer.Option(help="fp32, fp16 or int8 (default: fp32; coreml fp16).")
     ] = None,
     onnx_attention: Annotated[str, typer.Option(help="auto, gemm or gqa.")] = "auto",
     io: Annotated[
@@ -116,7 +116,7 @@ def run(
         from export.calibrate import prepare
         from export.golden import make_golden
 
-        steps = 3 + len(requests) * len(STAGES)
+        steps = 3 + len(requests) * (len(STAGES) if verify else len(STAGES) - 1)
         gptq = calibration and quantisation.recipe.schemes & set(GROUPED)
         steps += 1 + spec.num_hidden_layers if gptq else 0
         with torch.inference_mode(), progress(steps, "export") as step:
@@ -153,9 +153,9 @@ def run(
     if as_json:
         print_json(rows)
         return
-    cells = [[r[key] for key in COLUMNS] + [_megabytes(r["nbytes"]), r["bundle"]] for r in rows]
-    columns = [*COLUMNS.values(), "MB", "bundle"]
-    print_table(columns, cells, title="plan, nothing written" if dry_run else None)
+    cells = [[r[key] for key in COLUMNS] + [_megabytes(r["nbytes"])] for r in rows]
+    title = "plan, nothing written" if dry_run else f"bundles in {out}"
+    print_table([*COLUMNS.values(), "MB"], cells, title=title)
 
 
 def _split(backends: str) -> list[str]:

@@ -13,7 +13,7 @@ def run(
     bundles: Annotated[list[Path], typer.Argument(metavar="BUNDLE...")],
     reference: Annotated[
         Path | None,
-        typer.Option(metavar="MODEL_DIR", help="Eager reference [default: the golden vectors]."),
+        typer.Option(metavar="MODEL_DIR", help="Eager reference (default: the golden vectors)."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:

@@ -51,7 +51,7 @@ def three(variant):
     [
         ("empty.pt", b"", "is empty"),
         ("text.pt", b"hello, I am no checkpoint\n" * 9, "not a PyTorch checkpoint"),
-        ("zip.pt", b"PK\x03\x04" + b"\0" * 99, "not a PyTorch checkpoint"),
+        ("zip.pt", b"PK\x03\x04" + b"\0" * 99, "damaged or cut short"),
         ("model.safetensors", b"\x02\0\0\0\0\0\0\0{}", "does not say which model it is"),
         ("pickle.pt", pickle.dumps({"model": 1}), "not a PyTorch checkpoint"),
     ],

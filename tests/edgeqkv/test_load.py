@@ -103,7 +103,7 @@ def test_a_refused_checkpoint_leaves_nothing(tmp_path, cli, source):
     source.write_bytes(source.read_bytes()[:-50])
     before = set(tmp_path.iterdir())
     result = cli("import", source, "-o", tmp_path / "model", check=1)
-    assert result.stderr.startswith(f"error: {source} is not a PyTorch checkpoint")
+    assert result.stderr.startswith(f"error: {source} is damaged or cut short")
     assert result.stderr.count("\n") == 1
     assert set(tmp_path.iterdir()) == before
 
