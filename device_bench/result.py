@@ -123,7 +123,8 @@ class Samples:
     """Nanoseconds of a monotonic clock. first_call: one token through the program right after
     load. warmup and repetitions: time since the start of the timed region at which each token's
     logits were there; prefill gives one (the first token's), each decode step one more. browser: of
-    a page only."""
+    a page only. golden_max_abs: the largest difference of a logit from the golden vectors', where
+    they were computed before the clock started (the native runner); null elsewhere."""
 
     import_ns: int | None
     load_ns: int
@@ -131,6 +132,7 @@ class Samples:
     warmup: tuple[int, ...]
     repetitions: tuple[tuple[int, ...], ...]
     browser: Browser | None = None
+    golden_max_abs: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)

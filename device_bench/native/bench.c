@@ -123,13 +123,12 @@ static void time_pass(void) {
   print(", \"load_ns\": %lld, \"first_call_ns\": %lld, \"warmup\": ", (long long)load_ns,
         (long long)first_call_ns);
   print_stamps(stamps, job.warmup * n);
-  print(", \"repetitions\": [");
+  print(", \"golden_max_abs\": %.9g, \"repetitions\": [", worst);
   for (long i = job.warmup; i < runs; i++) {
     if (i > job.warmup) print(", ");
     print_stamps(stamps + i * n, n);
   }
-  print("]}, \"engine\": \"%s\", \"interpreted\": false, \"golden_max_abs\": %.9g}", runtime_name(),
-        worst);
+  print("]}, \"engine\": \"%s\", \"interpreted\": false}", runtime_name());
   end_value();
 }
 
@@ -191,6 +190,8 @@ static void depth_pass(void) {
   runner_open(&job);
   begin_value();
   print("[");
+  append_tokens(job.ids, 1);  // depth 0 too is read with the workspace that a step leaves
+  reset();
   for (size_t i = 0; i < job.n_depths; i++) {
     if (job.depths[i] > (long)job.n_ids) fail("job: too few ids for the depth pass");
     while (position < job.depths[i]) append_tokens(job.ids + position, 1);

@@ -156,6 +156,7 @@ void read_job(const char *path, const char *result, struct job *job) {
     char *text = checked(strdup(space + 1));
     int known = 1;
     if (!strcmp(key, "tensor")) append(&job->tensors, &job->n_tensors, text);
+    else if (!strcmp(key, "scale")) append(&job->scales, &job->n_scales, text);
     else if (!strcmp(key, "output")) append(&job->outputs, &job->n_outputs, text);
     else if (!strcmp(key, "option")) append(&job->options, &job->n_options, text);
     else if (!strcmp(key, "ids")) job->ids = read_file(text, sizeof(int64_t), &job->n_ids);

@@ -19,15 +19,13 @@ from device_bench.schema import build
 from device_bench.workload import Workload
 from edgeqkv.artifact import Artifact, Golden, read_golden
 from edgeqkv.errors import UnsupportedError
+from edgeqkv.limits import THRESHOLDS
 from edgeqkv.quant import GROUPED
 
 JOB = "job.txt"
 BACKENDS = ("onnx", "executorch")
 FORMULATIONS = ("gemm-prefix", "gqa-aliased", "full", "plain-bmm")
-CACHE_DTYPES = ("fp32", "fp16")
-# Largest difference from the golden logits, in their standard deviations, by the bundle's coarsest
-# number format: verify's max_abs. Kernels differ between CPUs, so nothing is compared bit for bit.
-PARITY = {"fp32": 1e-3, "fp16": 5e-2, "int8": 0.2, "int4": 0.2}
+CACHE_DTYPES = {"onnx": ("fp32", "fp16", "int8"), "executorch": ("fp32", "fp16")}
 
 
 def check_supported(artifact: Artifact, where: str) -> None:
@@ -35,7 +33,7 @@ def check_supported(artifact: Artifact, where: str) -> None:
     for what, found, allowed in (
         ("backend", artifact.backend, BACKENDS),
         ("formulation", artifact.formulation, FORMULATIONS),
-        ("cache dtype", artifact.cache.dtype, CACHE_DTYPES),
+        ("cache dtype", artifact.cache.dtype, CACHE_DTYPES.get(artifact.backend, ())),
     ):
         if found not in allowed:
             raise UnsupportedError(
@@ -95,6 +93,7 @@ def write_job(
         ("golden_prompt", len(golden.prompt_ids)),
         ("golden_limit", _limit(artifact, golden)),
         *(("tensor", name) for name in cache.names()),
+        *(("scale", name) for name in cache.scale_names()),
         *(("output", suffix) for suffix in _outputs(artifact)),
         *(("option", f"{key}={value}") for key, value in _options(artifact).items()),
         *(("at", depth) for depth in depths),
@@ -122,9 +121,10 @@ def _ids(
 
 
 def _limit(artifact: Artifact, golden: Golden) -> float:
+    """verify's: kernels differ between CPUs, so nothing is compared bit for bit."""
     used = artifact.model.used_tokens
     rows = np.vstack([golden.prefill_logits, golden.decode_logits])[:, :used]
-    return PARITY[artifact.numerics] * float(rows.astype(np.float64).std())
+    return THRESHOLDS[artifact.numerics]["max_abs"] * float(rows.astype(np.float64).std())
 
 
 def _outputs(artifact: Artifact) -> Sequence[str]:

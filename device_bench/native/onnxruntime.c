@@ -17,8 +17,16 @@ static OrtSession *session;
 static OrtIoBinding *io;
 static OrtMemoryInfo *cpu;
 static float *logits;
-static char *cache;  // segments of `stride` bytes, one per tensor: [kv_heads, capacity, head_dim]
-static size_t stride, cache_bytes;
+// The cache is rows, and scales beside them where rows are int8; one segment per tensor, on a page.
+struct part {
+  char **names, *start;
+  size_t n, row, stride;  // bytes of a token's row in one head, and of a segment
+  int64_t dim;            // elements of a row [dim]; 0 where it is one number without an axis
+  ONNXTensorElementDataType type;
+};
+static struct part parts[2];
+static char *cache;
+static size_t cache_bytes;
 static int32_t total_length;
 static char name_of_runtime[64];
 
@@ -65,39 +73,42 @@ static void bind_output(const char *name, OrtValue *value) {
 }
 
 static ONNXTensorElementDataType cache_type(void) {
-  return strcmp(job->cache_dtype, "fp16") ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT
-                                          : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
+  if (!strcmp(job->cache_dtype, "fp32")) return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+  if (!strcmp(job->cache_dtype, "fp16")) return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
+  if (!strcmp(job->cache_dtype, "int8")) return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
+  fail("cache dtype '%s' is unknown to the native runner", job->cache_dtype);
 }
 
 // Prefix views in, the rows right after them out: bound anew as the context grows.
-static void bind_gemm(long past, long new) {
-  size_t row = job->head_dim * job->itemsize;
-  int64_t before[2] = {past, job->head_dim}, after[2] = {new, job->head_dim};
+static void bind_part(const struct part *p, long past, long new) {
+  int64_t before[2] = {past, p->dim}, after[2] = {new, p->dim};
+  size_t rank = p->dim ? 2 : 1;
   char name[256];
-  for (size_t i = 0; i < job->n_tensors; i++)
+  for (size_t i = 0; i < p->n; i++)
     for (long g = 0; g < job->kv_heads; g++) {
-      char *rows = cache + i * stride + g * job->capacity * row;
-      snprintf(name, sizeof name, "past.%s.%ld", job->tensors[i], g);
-      bind_input(name, tensor(rows, past * row, before, 2, cache_type()));
-      snprintf(name, sizeof name, "present.%s.%ld", job->tensors[i], g);
-      bind_output(name, tensor(rows + past * row, new * row, after, 2, cache_type()));
+      char *rows = p->start + i * p->stride + g * job->capacity * p->row;
+      snprintf(name, sizeof name, "past.%s.%ld", p->names[i], g);
+      bind_input(name, tensor(rows, past * p->row, before, rank, p->type));
+      snprintf(name, sizeof name, "present.%s.%ld", p->names[i], g);
+      bind_output(name, tensor(rows + past * p->row, new * p->row, after, rank, p->type));
     }
 }
 
 // Past and present are the same memory, bound once; only the length changes.
 static void bind_gqa(void) {
   int64_t shape[4] = {1, job->kv_heads, job->capacity, job->head_dim};
-  size_t nbytes = job->kv_heads * job->capacity * job->head_dim * job->itemsize;
+  const struct part *p = &parts[0];
+  size_t nbytes = job->kv_heads * job->capacity * p->row;
   char name[256];
-  for (size_t i = 0; i < job->n_tensors; i++) {
-    char *rows = cache + i * stride;
-    snprintf(name, sizeof name, "past.%s", job->tensors[i]);
-    bind_input(name, tensor(rows, nbytes, shape, 4, cache_type()));
+  for (size_t i = 0; i < p->n; i++) {
+    char *rows = p->start + i * p->stride;
+    snprintf(name, sizeof name, "past.%s", p->names[i]);
+    bind_input(name, tensor(rows, nbytes, shape, 4, p->type));
     for (size_t k = 0; k < job->n_outputs; k++) {
       // "-" stands for nothing: a job has no empty values.
       const char *suffix = strcmp(job->outputs[k], "-") ? job->outputs[k] : "";
-      snprintf(name, sizeof name, "present.%s%s", job->tensors[i], suffix);
-      bind_output(name, tensor(rows, nbytes, shape, 4, cache_type()));
+      snprintf(name, sizeof name, "present.%s%s", p->names[i], suffix);
+      bind_output(name, tensor(rows, nbytes, shape, 4, p->type));
     }
   }
   bind_input("total_sequence_length", tensor(&total_length, sizeof total_length, NULL, 0,
@@ -106,13 +117,21 @@ static void bind_gqa(void) {
 
 static void open_cache(void) {
   size_t page = sysconf(_SC_PAGESIZE);
-  size_t segment = job->kv_heads * job->capacity * job->head_dim * job->itemsize;
-  stride = (segment + page - 1) / page * page;
-  cache_bytes = stride * job->n_tensors;
+  parts[0] = (struct part){.names = job->tensors, .n = job->n_tensors, .dim = job->head_dim,
+                           .row = job->head_dim * job->itemsize, .type = cache_type()};
+  parts[1] = (struct part){.names = job->scales, .n = job->n_scales, .row = sizeof(float),
+                           .type = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT};
+  for (int k = 0; k < 2; k++) {
+    size_t segment = job->kv_heads * job->capacity * parts[k].row;
+    parts[k].stride = (segment + page - 1) / page * page;
+    cache_bytes += parts[k].stride * parts[k].n;
+  }
   if (!cache_bytes) return;
   cache = mmap(NULL, cache_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (cache == MAP_FAILED) fail("no memory for a cache of %zu bytes", cache_bytes);
   madvise(cache, cache_bytes, MADV_NOHUGEPAGE);  // 2 MiB would be resident for the first token
+  parts[0].start = cache;
+  parts[1].start = cache + parts[0].stride * parts[0].n;
 }
 
 void runner_open(const struct job *j) {
@@ -160,7 +179,8 @@ const float *runner_step(const int64_t *ids, long n, long past) {
   bind_input("input_ids",
              tensor((void *)ids, n * sizeof *ids, shape, 2, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64));
   total_length = past + n;
-  if (!strcmp(job->formulation, "gemm-prefix")) bind_gemm(past, n);
+  if (!strcmp(job->formulation, "gemm-prefix"))
+    for (int k = 0; k < 2; k++) bind_part(&parts[k], past, n);
   check(api->RunWithBinding(session, NULL, io), "the model failed");
   return logits;
 }

@@ -15,11 +15,12 @@ struct job {
   const char *library;      // the runtime's shared library; empty where it is linked
   const char *model;        // the bundle's entry file
   const char *formulation;  // gemm-prefix, gqa-aliased, full, plain-bmm
-  const char *cache_dtype;  // fp32 or fp16
+  const char *cache_dtype;  // fp32, fp16 or int8
   char **tensors;           // names of the cache tensors, in layer order
+  char **scales;            // names of their scales where they are int8, float32 [kv_heads, capacity]
   char **outputs;           // what is appended to a tensor's name in "present.NAME", gqa-aliased
   char **options;           // session options, KEY=VALUE
-  size_t n_tensors, n_outputs, n_options;
+  size_t n_tensors, n_scales, n_outputs, n_options;
   long threads, capacity, vocab, used, prefill_chunk, score_bytes, least_chunk;
   long heads, kv_heads, head_dim, itemsize;  // heads: of the queries
   long depth, prompt, gen, warmup, repetitions, limit_s;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import mmap
 import shutil
 from pathlib import Path
 
@@ -24,10 +25,13 @@ from device_bench.result import BenchResult, Memory, Samples
 from device_bench.schema import build as parse
 from device_bench.workload import Workload
 from edgeqkv.artifact import read_artifact, read_golden
+from edgeqkv.errors import UnsupportedError
+from edgeqkv.limits import THRESHOLDS
 from edgeqkv.runner import open_runner
 from export.golden import make_golden
-from export.verify import THRESHOLDS
-from tests.device_bench.goldens import golden_bundle, set_golden
+from tests.bundles import make_bundle
+from tests.device_bench.goldens import exported, golden_bundle, set_golden
+from tests.variants import random_decoder, spec
 
 WORKLOAD = Workload(
     n_prompt=9, n_gen=4, n_depth=5, n_threads=1, repetitions=2, warmup=1, seed=3, order=0
@@ -37,7 +41,15 @@ CASES = [
     ("gqa", "separate", "gemm", "fp16"),
     ("q-gqa", "shared", "gqa", "fp32"),
     ("gqa", "separate", "gqa", "fp32"),
+    ("gqa", "separate", "gemm", "int8"),
     ("(q=k-v)+", "auto", "auto", "fp32"),  # not causal: no cache, no decode
+]
+# variant, format of the weights, of the cache
+EXACT = [
+    ("q-gqa", "fp32", "fp32"),
+    ("q-gqa", "fp32", "int8"),
+    ("gqa", "int8", "int8"),
+    ("q-mqa", "int4", "fp16"),
 ]
 linux = pytest.mark.skipif(not memory.supported(), reason="needs /proc/self/smaps_rollup")
 
@@ -61,20 +73,23 @@ def test_time_pass(tmp_path, case):
     assert all(list(r) == sorted(r) and r[0] > 0 for r in samples.repetitions)
     assert samples.import_ns > 0
     assert value["engine"].startswith("onnxruntime 1.")
-    golden = read_golden(bundle)
-    std = golden.prefill_logits.std()
-    assert 0 < value["golden_max_abs"] < job.PARITY["fp16" if "fp16" in case else "fp32"] * 2 * std
+    std = read_golden(bundle).prefill_logits.std()
+    assert 0 < samples.golden_max_abs < THRESHOLDS[case[3]]["max_abs"] * 2 * std
 
 
-def test_same_numbers_as_python_to_the_bit(tmp_path):
+@pytest.mark.parametrize("case", EXACT, ids="-".join)
+def test_same_numbers_as_python_to_the_bit(tmp_path, case):
     """Golden logits that Python's runner computed: the same kernels leave no difference at all."""
-    bundle = golden_bundle(tmp_path / "b", *CASES[0])
+    variant, weights, dtype = case
+    bundle = exported(tmp_path / "b", "onnx", variant, weights=weights, dtype=dtype, layers=2)
+    eager = native(bundle, "time")
+    assert eager["samples"]["golden_max_abs"] > 0
     golden, runner = read_golden(bundle), open_runner(bundle)
     prefill = runner.prefill(golden.prompt_ids)
     decoded = np.stack([runner.decode(int(t)) for t in golden.decode_ids])
     runner.close()
     set_golden(bundle, dataclasses.replace(golden, prefill_logits=prefill, decode_logits=decoded))
-    assert native(bundle, "time")["golden_max_abs"] == 0
+    assert native(bundle, "time")["samples"]["golden_max_abs"] == 0
 
 
 @pytest.mark.parametrize("what", ["prefill_logits", "decode_logits"])
@@ -87,10 +102,6 @@ def test_wrong_logits_are_no_speed(tmp_path, what):
     token = {"prefill_logits": 0, "decode_logits": 1}[what]
     with pytest.raises(JobFailed, match=rf"parity: logit 3 of token {token} is .*allowed"):
         native(bundle, "time")
-
-
-def test_parity_is_what_verify_allows():
-    assert {k: v["max_abs"] for k, v in THRESHOLDS.items()} == job.PARITY
 
 
 @linux
@@ -106,6 +117,8 @@ def test_bench_of_the_native_engine(tmp_path, cli):
         assert (r.status, r.conditions.engine, r.conditions.python) == ("ok", "native", None)
         assert r.device.kind == "local"
         assert r.artifact.engine.endswith(" native")
+        assert r.samples.golden_max_abs > 0
+    assert {r.samples.golden_max_abs for r in results["python"]} == {None}
     figures = results["native"][0].cache.bytes_per_token
     assert figures.formula == figures.declared
     assert figures.measured_cache in (None, figures.formula)
@@ -116,16 +129,32 @@ def test_bench_of_the_native_engine(tmp_path, cli):
 
 
 @linux
-def test_slope_of_the_cache_is_exact(tmp_path):
-    bundle = golden_bundle(tmp_path / "b", *CASES[0])
-    artifact = read_artifact(bundle)
-    # The tiny model's context is shorter than six pages of rows: pretend pages are smaller.
-    points = native(bundle, "capacity", WORKLOAD)
-    (point,) = points
-    assert point["tokens"] == artifact.cache.capacity
-    row = artifact.cache.num_key_value_heads * artifact.cache.head_dim * artifact.cache.itemsize
-    pages = -(-row * artifact.cache.capacity // 4096) * 4096
-    assert point["cache_bytes"] == pages * len(artifact.cache.names())
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+def test_resident_cache_is_its_pages(tmp_path, dtype):
+    bundle = golden_bundle(tmp_path / "b", "q-gqa", "shared", "gemm", dtype)
+    cache = read_artifact(bundle).cache
+    (point,) = native(bundle, "capacity", WORKLOAD)
+    assert point["tokens"] == cache.capacity
+    rows = cache.num_key_value_heads * cache.capacity
+    segments = [rows * cache.head_dim * cache.itemsize, rows * cache.scale_itemsize]
+    pages = sum(-(-nbytes // mmap.PAGESIZE) for nbytes in segments)
+    assert point["cache_bytes"] == pages * mmap.PAGESIZE * len(cache.names())
+
+
+@linux
+def test_slope_of_an_int8_cache_is_exact(tmp_path):
+    """Rows and scales of 1024 tokens fill whole pages; none of them is there before the first."""
+    model = spec(
+        num_hidden_layers=1, num_key_value_heads=1, qkv_sharing="k=v", max_position_embeddings=1024
+    )
+    decoder = random_decoder(model)
+    artifact, bundle = make_bundle("onnx", decoder, tmp_path / "b", dtype="int8")
+    set_golden(bundle, make_golden(decoder, 64))
+    points = native(bundle, "depth")
+    assert [(p["tokens"], p["cache_bytes"]) for p in points] == [
+        (0, 0),
+        (1024, 1024 * artifact.cache.bytes_per_token),
+    ]
 
 
 def test_what_is_refused(tmp_path):
@@ -133,6 +162,13 @@ def test_what_is_refused(tmp_path):
     too_long = dataclasses.replace(WORKLOAD, n_gen=10**6)
     with pytest.raises(JobFailed, match="needs a context of 1000014 tokens, the bundle holds"):
         native(bundle, "time", too_long)
+    artifact = read_artifact(bundle)
+    narrow = dataclasses.replace(artifact.cache, dtype="int8")
+    elsewhere = dataclasses.replace(
+        artifact, backend="executorch", formulation="plain-bmm", cache=narrow
+    )
+    with pytest.raises(UnsupportedError, match="no cache dtype 'int8'; allowed: fp32, fp16"):
+        job.check_supported(elsewhere, "b")
     (bundle / "model.onnx").write_bytes(b"\x08\x07garbage")
     with pytest.raises(JobFailed, match=r"bytes, manifest says|cannot be loaded"):
         native(bundle, "time")
