@@ -62,7 +62,7 @@ class FakePhone:
             capture_output=True,
             text=True,
             check=False,
-            timeout=30,
+            timeout=120,
         ).stdout
 
 
