@@ -6,9 +6,12 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from edgeqkv.errors import EdgeQKVError
 
@@ -42,7 +45,10 @@ def new_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     prefix = f".{target.name}.{os.getpid()}."
     temporary = Path(tempfile.mkdtemp(prefix=prefix, suffix=".tmp", dir=target.parent))
     try:
-        yield temporary
+        with _noted_interrupt() as interrupted:
+            yield temporary
+        if interrupted:
+            raise KeyboardInterrupt
         _readable(temporary)
         if target.exists():
             old = Path(tempfile.mkdtemp(prefix=prefix, suffix=".old.tmp", dir=target.parent))
@@ -54,6 +60,26 @@ def new_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+@contextlib.contextmanager
+def _noted_interrupt() -> Iterator[list[int]]:
+    """Fill the yielded list on Ctrl-C, which SDKs may swallow: it is an exception like any other."""
+    noted: list[int] = []
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not usual or threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+
+    def handler(number: int, frame: Any) -> None:
+        noted.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _readable(folder: Path) -> None:

@@ -51,13 +51,13 @@ def test_every_way_to_fail_is_a_line_and_the_sweep_goes_on(cli, tmp_path, env):
         "crash": "crashed with SIGSEGV",
         "oom": "killed by SIGKILL",
         "exit": "ended without a result, exit status 3: the SDK gave up",
-        "hang": "hung: no result after 8 s (--timeout)",
+        "hang": "hung: no result after 15 s (--timeout)",
         "refuse": "operator Foo is not implemented",
     }
     names = [*reasons, "fine"]
     bundles = [faulty.bundle(tmp_path / name, name) for name in names]
     out = tmp_path / "r.jsonl"
-    flags = ("-p", "16", "-n", "0", "-r", "2", "--no-memory", "--timeout", "8", "-o", out, *ONE)
+    flags = ("-p", "16", "-n", "0", "-r", "2", "--no-memory", "--timeout", "15", "-o", out, *ONE)
     done = cli("bench", *bundles, *flags, env=env, check=0)
     results = {r.artifact.name: r for r in read_results(out)[0]}
     assert set(results) == set(names)
@@ -149,7 +149,7 @@ def test_too_long_for_the_context_is_a_failed_line_and_exits_1_when_alone(cli, t
 
 def test_interrupt_keeps_what_is_finished_and_resume_runs_the_rest(cli, tmp_path, env):
     bundle, out = faulty.bundle(tmp_path / "b", "fine"), tmp_path / "r.jsonl"
-    flags = ["bench", bundle, "-p", "8-40+8", "-n", "0", "-r", "1", *ONE, "--no-memory", "-o", out]
+    flags = ["bench", bundle, "-p", "8-80+8", "-n", "0", "-r", "1", *ONE, "--no-memory", "-o", out]
     process = _start([*flags, "--seed", "3"], env)
     _wait_for(lambda: out.exists() and out.read_bytes().count(b"\n") >= 2)
     process.send_signal(signal.SIGINT)
@@ -158,7 +158,7 @@ def test_interrupt_keeps_what_is_finished_and_resume_runs_the_rest(cli, tmp_path
     assert "go on with --resume" in stderr
     kept, warning = read_results(out)
     assert warning is None
-    assert 2 <= len(kept) < 5
+    assert 2 <= len(kept) < 10
     out.write_bytes(out.read_bytes() + b'{"schema_version": 1, "run')  # a kill in mid-write
 
     refused = cli(*flags, env=env, check=2)
@@ -168,7 +168,7 @@ def test_interrupt_keeps_what_is_finished_and_resume_runs_the_rest(cli, tmp_path
     results, warning = read_results(out)
     assert warning is None
     assert results[: len(kept)] == kept
-    assert Counter(r.workload.n_prompt for r in results) == Counter(range(8, 41, 8))
+    assert Counter(r.workload.n_prompt for r in results) == Counter(range(8, 81, 8))
     cli(*flags, "--resume", env=env, check=0)
     assert read_results(out)[0] == results
 

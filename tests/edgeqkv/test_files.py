@@ -1,4 +1,6 @@
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 
@@ -74,3 +76,15 @@ def test_what_is_written_may_be_read_as_the_umask_says(tmp_path):
         os.umask(before)
     modes = [oct((tmp_path / "out" / p).stat().st_mode & 0o777) for p in (".", "sub", "sub/a")]
     assert modes == ["0o755", "0o755", "0o644"]
+
+
+def test_an_interrupt_that_was_swallowed_still_leaves_nothing(tmp_path):
+    """As torch's tracing does now and then."""
+    with (
+        pytest.raises(KeyboardInterrupt),
+        new_folder(tmp_path / "out"),
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        signal.raise_signal(signal.SIGINT)
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
