@@ -5,18 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import subprocess
 import tarfile
 import tempfile
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 from edgeqkv.console import note
 from edgeqkv.errors import MissingDependencyError
 
 VERSION = "1.30.0"
-REGISTRY = "https://registry.npmjs.org"  # NPM_CONFIG_REGISTRY names another
-TIMEOUT_S = 60
+TIMEOUT_S = 600
 # sha256 of what the page loads, and of nothing else in the package: the CPU build (wasm), and the
 # WebGPU provider with the build that it needs. Their C functions are called directly (page/wasm.js),
 # which is one more reason for a version to be exactly this one.
@@ -67,27 +65,33 @@ def _sha256(path: Path) -> str | None:
 
 
 def _download(folder: Path) -> None:
-    registry = os.environ.get("NPM_CONFIG_REGISTRY", REGISTRY).rstrip("/")
-    url = f"{registry}/onnxruntime-web/-/onnxruntime-web-{VERSION}.tgz"
+    """By npm, which knows the user's registry, proxy and certificates."""
+    package = f"onnxruntime-web@{VERSION}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="download-") as text:
         partial = Path(text)
         try:
-            with (
-                urllib.request.urlopen(url, timeout=TIMEOUT_S) as response,
-                tarfile.open(fileobj=response, mode="r|gz") as tar,
-            ):
+            subprocess.run(
+                ["npm", "pack", "--silent", package],
+                cwd=partial,
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+            )
+            with tarfile.open(next(partial.glob("*.tgz")), mode="r|gz") as tar:
                 for member in tar:
                     name = member.name.removeprefix("package/dist/")
                     if name in SHA256 and (source := tar.extractfile(member)):
                         with (partial / name).open("wb") as sink:
                             shutil.copyfileobj(source, sink)
-        except (OSError, tarfile.TarError) as e:
-            reason = e.reason if isinstance(e, urllib.error.URLError) else e
+        except (OSError, subprocess.SubprocessError, StopIteration, tarfile.TarError) as e:
+            said = (getattr(e, "stderr", None) or str(e)).strip().splitlines() or ["no package"]
             raise MissingDependencyError(
-                f"onnxruntime-web {VERSION} cannot be fetched from {url}: {reason}; connect to the "
-                f"network once, or put {', '.join(SHA256)} of that npm package into {folder}"
+                f"{package} cannot be fetched from npm: {said[0]}; install npm and connect to the network "
+                f"once, or put {', '.join(SHA256)} of that npm package into {folder}"
             ) from None
         folder.mkdir(exist_ok=True)
-        for path in partial.iterdir():
-            path.replace(folder / path.name)
+        for name in SHA256:
+            if (partial / name).is_file():
+                (partial / name).replace(folder / name)

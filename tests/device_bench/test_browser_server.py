@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import http.client
+import http.server
 import io
 import json
 import shutil
@@ -348,31 +350,69 @@ def test_no_phone_for_adb(tmp_path, monkeypatch):
         open_transports(["browser:adb:PIXEL"], None)
 
 
+npm = pytest.mark.skipif(shutil.which("npm") is None, reason="needs npm")
+
+
+class Registry(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@npm
 def test_a_package_that_is_not_the_pinned_one_is_refused(tmp_path, monkeypatch):
     """The registry serves something else under the right name."""
     import tarfile
 
     (name, *_) = package.SHA256
     (tmp_path / name).write_text("evil()")
-    path = tmp_path / "registry/onnxruntime-web/-" / f"onnxruntime-web-{package.VERSION}.tgz"
-    path.parent.mkdir(parents=True)
-    with tarfile.open(path, "w:gz") as tar:
+    root = tmp_path / "registry"
+    root.mkdir()
+    with tarfile.open(root / "evil.tgz", "w:gz") as tar:
         tar.add(tmp_path / name, f"package/dist/{name}")
         tar.add(tmp_path / name, "package/dist/../../../../outside.mjs")
+    handler = functools.partial(Registry, directory=str(root))
+    registry = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    url = f"http://127.0.0.1:{registry.server_port}"
+    version = {
+        "name": "onnxruntime-web",
+        "version": package.VERSION,
+        "dist": {
+            "tarball": f"{url}/evil.tgz",
+            "shasum": hashlib.sha1((root / "evil.tgz").read_bytes()).hexdigest(),
+        },
+    }
+    listing = {"name": "onnxruntime-web", "versions": {package.VERSION: version}}
+    (root / "onnxruntime-web").write_text(json.dumps(listing))
     monkeypatch.setenv("EDGEQKV_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("NPM_CONFIG_REGISTRY", (tmp_path / "registry").as_uri())
-    with pytest.raises(MissingDependencyError, match="its sha256 differs"):
-        package.runtime_files()
+    monkeypatch.setenv("NPM_CONFIG_CACHE", str(tmp_path / "npm"))
+    monkeypatch.setenv("NPM_CONFIG_REGISTRY", url)
+    threading.Thread(target=registry.serve_forever, daemon=True).start()
+    try:
+        with pytest.raises(MissingDependencyError, match="its sha256 differs"):
+            package.runtime_files()
+    finally:
+        registry.shutdown()
+        registry.server_close()
     assert not (tmp_path / "outside.mjs").exists()
     assert not (tmp_path / "cache/outside.mjs").exists()
 
 
+@npm
 def test_no_network_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("EDGEQKV_CACHE", str(tmp_path))
-    monkeypatch.setenv("NPM_CONFIG_REGISTRY", (tmp_path / "nowhere").as_uri())
+    monkeypatch.setenv("EDGEQKV_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("NPM_CONFIG_CACHE", str(tmp_path / "npm"))
+    monkeypatch.setenv("NPM_CONFIG_FETCH_RETRIES", "0")
+    monkeypatch.setenv("NPM_CONFIG_REGISTRY", "http://127.0.0.1:9")
     with pytest.raises(MissingDependencyError, match=r"cannot be fetched from .*connect to the"):
         package.runtime_files()
-    assert not list(tmp_path.glob("*/*"))
+    assert not list((tmp_path / "cache").glob("*/*"))
+
+
+def test_no_npm_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("EDGEQKV_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MissingDependencyError, match=r"cannot be fetched from .*install npm"):
+        package.runtime_files()
 
 
 @pytest.mark.parametrize(
