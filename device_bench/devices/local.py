@@ -22,19 +22,18 @@ _NO_PROC = "resident memory is read from /proc, which this system lacks"
 def open_devices(argument: str | None, engine: str | None) -> Sequence[Transport]:
     if argument is not None:
         raise UsageError(f"--device is local:{argument}; local takes nothing after a colon")
-    engines: dict[str, Callable[[], Transport]] = {"python": PythonHere, "native": NativeHere}
-    if (engine or "python") not in engines:
-        allowed = ", ".join(engines)
+    name = engine or "python"
+    if name not in _ENGINES:
+        allowed = ", ".join(_ENGINES)
         raise UsageError(f"--engine is {engine!r}; allowed with --device local: {allowed}")
-    return [engines[engine or "python"]()]
+    return [Here(name)]
 
 
-class PythonHere:
-    """See ``device_bench.devices.Transport``."""
+class Here:
+    """This machine, by one of _ENGINES. See ``device_bench.devices.Transport``."""
 
-    engine = "python"
-
-    def __init__(self) -> None:
+    def __init__(self, engine: str) -> None:
+        self.engine = engine
         self.no_memory = None if supported() else _NO_PROC
 
     def pin(self, cores: tuple[int, ...]) -> None:
@@ -44,63 +43,58 @@ class PythonHere:
         return conditions.device()
 
     def conditions(self, threads: int) -> conditions.Conditions:
-        return conditions.conditions(threads)
+        now = conditions.conditions(threads)
+        if self.engine == "python":
+            return now
+        return dataclasses.replace(now, python=None, engine=self.engine)
 
     def run(self, job: Mapping[str, Any], timeout_s: float | None) -> Any:
-        env = {} if job["pass"] == "time" else WORKER_ENV
-        return run_job(job, timeout_s=timeout_s, env=env)
+        return _ENGINES[self.engine](job, timeout_s)
 
     def close(self) -> None:
         pass
 
 
-class NativeHere:
-    """The C runner with the installed runtime's library: its memory is the runtime's alone."""
+def run_python(job: Mapping[str, Any], timeout_s: float | None) -> Any:
+    env = {} if job["pass"] == "time" else WORKER_ENV
+    return run_job(job, timeout_s=timeout_s, env=env)
 
-    engine = "native"
 
-    def __init__(self) -> None:
-        self.no_memory = None if supported() else _NO_PROC
+def run_native(job: Mapping[str, Any], timeout_s: float | None) -> Any:
+    """By the C runner with the installed runtime's library: its memory is the runtime's alone."""
+    from device_bench.native.build import build_here
+    from device_bench.native.job import JOB, check_supported, write_job
+    from edgeqkv.artifact import inside, read_artifact
 
-    def pin(self, cores: tuple[int, ...]) -> None:
-        pin_here(cores)
+    bundle = Path(job["bundle"])
+    with tempfile.TemporaryDirectory(prefix="edgeqkv-native-") as folder:
+        try:
+            artifact = read_artifact(bundle, check_sha256=False)
+            check_supported(artifact, job["bundle"])
+            runner = build_here(artifact.backend)
+            model = str(inside(bundle, artifact.entry))
+            write_job(
+                Path(folder),
+                artifact,
+                bundle,
+                job,
+                model=model,
+                library=runner.library,
+                page=mmap.PAGESIZE,
+            )
+        except EdgeQKVError as e:
+            raise JobFailed(str(e)) from None
+        result = Path(folder, "result.json")
+        command = [str(runner.program), JOB, result.name]
+        value = run_process(command, result, timeout_s=timeout_s, cwd=Path(folder))
+    return with_method(job, value)
 
-    def describe(self) -> conditions.Device:
-        return conditions.device()
 
-    def conditions(self, threads: int) -> conditions.Conditions:
-        return dataclasses.replace(conditions.conditions(threads), python=None, engine=self.engine)
-
-    def run(self, job: Mapping[str, Any], timeout_s: float | None) -> Any:
-        from device_bench.native.build import build_here
-        from device_bench.native.job import JOB, check_supported, write_job
-        from edgeqkv.artifact import inside, read_artifact
-
-        bundle = Path(job["bundle"])
-        with tempfile.TemporaryDirectory(prefix="edgeqkv-native-") as folder:
-            try:
-                artifact = read_artifact(bundle, check_sha256=False)
-                check_supported(artifact, job["bundle"])
-                runner = build_here(artifact.backend)
-                model = str(inside(bundle, artifact.entry))
-                write_job(
-                    Path(folder),
-                    artifact,
-                    bundle,
-                    job,
-                    model=model,
-                    library=runner.library,
-                    page=mmap.PAGESIZE,
-                )
-            except EdgeQKVError as e:
-                raise JobFailed(str(e)) from None
-            result = Path(folder, "result.json")
-            command = [str(runner.program), JOB, result.name]
-            value = run_process(command, result, timeout_s=timeout_s, cwd=Path(folder))
-        return with_method(job, value)
-
-    def close(self) -> None:
-        pass
+# What --engine may name here -> what runs a job.
+_ENGINES: dict[str, Callable[[Mapping[str, Any], float | None], Any]] = {
+    "python": run_python,
+    "native": run_native,
+}
 
 
 def with_method(job: Mapping[str, Any], value: Any) -> Any:

@@ -18,7 +18,7 @@ if shutil.which("cc") is None:
     pytest.skip("no C compiler", allow_module_level=True)
 
 from device_bench import memory
-from device_bench.devices.local import NativeHere
+from device_bench.devices.local import run_native
 from device_bench.jobs import JobFailed
 from device_bench.native import build, job
 from device_bench.result import BenchResult, Memory, Samples
@@ -56,7 +56,7 @@ linux = pytest.mark.skipif(not memory.supported(), reason="needs /proc/self/smap
 
 def native(bundle: Path, name: str, workload: Workload = WORKLOAD, timeout_s: float = 60) -> object:
     asked = {"pass": name, "bundle": str(bundle), "workload": dataclasses.asdict(workload)}
-    return NativeHere().run(asked, timeout_s)
+    return run_native(asked, timeout_s)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(c))
