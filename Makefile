@@ -9,6 +9,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 .DELETE_ON_ERROR:
 
 # Not compiled at install: the SDKs bring thousands of modules, and few of them are ever imported.
+# Those are compiled once, on first import, also where the environment asks Python not to.
+unexport PYTHONDONTWRITEBYTECODE
+
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 14) else f"edgeqkv needs Python 3.11 to 3.13, found {v[0]}.{v[1]}; run make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
