@@ -32,6 +32,6 @@ $OUT/q-kv-separate/onnx $OUT/q-kv-separate/executorch $OUT/qkv/onnx"
 {
     say edgeqkv verify $bundles
     say edgeqkv generate "$OUT/q-mqa/onnx" --prompt "In the beginning" -n 40
-    say edgeqkv bench $bundles -p 0 -n 0 -pg 128,32 -d 512 -r 3 --processes 1 -t 1 -o "$OUT/results.jsonl" --json >/dev/null
+    say edgeqkv bench $bundles -p 0 -n 0 -pg 128,32 -d 512 -r 3 --processes 3 -t 1 -o "$OUT/results.jsonl" --json >/dev/null
 }
 say edgeqkv compare "$OUT/results.jsonl"

@@ -57,8 +57,10 @@ def new_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
             shutil.rmtree(old)
         else:
             temporary.rename(target)
-    except BaseException:
+    except BaseException as e:
         shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(e, OSError) and e.filename is None:  # as a full disk: writes do not name theirs
+            e.filename = str(target)
         raise
 
 

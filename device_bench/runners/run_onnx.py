@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from device_bench.runners import onnx_optimum_io
+from device_bench.runners.onnx_signature import check_signature
 from edgeqkv.artifact import Artifact, inside
 from edgeqkv.cache import CacheSpec
 from edgeqkv.errors import BundleError, MissingDependencyError, RunError, UnsupportedError
@@ -33,7 +34,8 @@ def load(artifact: Artifact, directory: Path, *, threads: int, capacity: int) ->
     """Open the bundle's program.
 
     Raises:
-        MissingDependencyError: no onnxruntime. BundleError: the model file cannot be loaded.
+        MissingDependencyError: no onnxruntime. BundleError: the model file cannot be loaded, or
+        is not what the manifest says.
         UnsupportedError: a formulation this runner does not know.
     """
     known = (*_BINDERS, onnx_optimum_io.FORMULATION)
@@ -43,7 +45,9 @@ def load(artifact: Artifact, directory: Path, *, threads: int, capacity: int) ->
             f"allowed: {', '.join(known)}"
         )
     packed = bool(artifact.quantisation.recipe.schemes & set(GROUPED))
-    session = _session(inside(directory, artifact.entry), threads, packed)
+    path = inside(directory, artifact.entry)
+    session = _session(path, threads, packed)
+    check_signature(session, artifact, path)
     if artifact.formulation == onnx_optimum_io.FORMULATION:
         return onnx_optimum_io.OptimumIoRunner(artifact, session, capacity)
     return OnnxRunner(artifact, session, capacity)

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +29,16 @@ def test_a_failure_leaves_nothing_and_keeps_what_was_there(tmp_path):
         folder.write_text("new")
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out/a").read_text() == "old"
+
+
+def test_a_full_disk_is_told_of_the_output(tmp_path):
+    """A write does not say which file it was for."""
+    with (
+        pytest.raises(OSError, match=str(tmp_path / "out")),
+        new_folder(tmp_path / "out"),
+        Path("/dev/full").open("w") as full,
+    ):
+        full.write("x")
 
 
 def test_an_existing_output_is_refused_or_replaced(tmp_path):
