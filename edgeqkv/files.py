@@ -59,7 +59,7 @@ def new_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
             temporary.rename(target)
     except BaseException as e:
         shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(e, OSError) and e.filename is None:  # as a full disk: writes do not name theirs
+        if isinstance(e, OSError) and e.filename is None:  # a write on a full disk names no file
             e.filename = str(target)
         raise
 

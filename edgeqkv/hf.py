@@ -19,7 +19,11 @@ from edgeqkv.model import Decoder
 from edgeqkv.spec import ModelSpec
 from edgeqkv.tokenizer import END_OF_TEXT
 
+# Version 5 hands generate()'s cache over under another name, and optimum wants 4.
+TRANSFORMERS = "4.57."
+
 try:
+    import transformers
     from transformers import (
         AutoConfig,
         AutoModelForCausalLM,
@@ -35,6 +39,12 @@ except ImportError as e:
     raise MissingDependencyError(
         f"edgeqkv.hf needs transformers 4.57 ({e}); pip install 'edgeqkv[hf]'"
     ) from None
+
+if not transformers.__version__.startswith(TRANSFORMERS):
+    raise MissingDependencyError(
+        f"edgeqkv.hf needs transformers 4.57, found {transformers.__version__}; "
+        "pip install 'edgeqkv[hf]'"
+    )
 
 
 class EdgeQKVConfig(PretrainedConfig):  # type: ignore[misc]
@@ -202,6 +212,11 @@ def _bias(mask: Tensor | None, past: int, total: int, like: Tensor) -> Tensor:
 
 class EdgeQKVTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]
     """tokenizer.json; GPT-2's end of text, where there is one, begins, ends and pads."""
+
+    model_input_names = (
+        "input_ids",
+        "attention_mask",
+    )  # else also token_type_ids: generate() refuses
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

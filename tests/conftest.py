@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -10,9 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from tests import session_folder
+
+# A package that CI installs; the two others are compiled or heavy, and a person installs them.
+_ABSENT = re.compile(r"could not import '(?!llama_cpp|lm_eval)")
 _passed: Counter[str] = Counter()
 _skipped: dict[str, str] = {}
 _elsewhere: set[str] = set()  # files with tests that -m leaves to another run
+
+
+def pytest_configure():
+    session_folder.make()
 
 
 def pytest_collection_modifyitems(items):
@@ -46,6 +55,10 @@ def pytest_sessionfinish(session, exitstatus):
         print(f"\nerror: these test files ran nothing, CI expects all of them: {idle}")
         for node, why in sorted(_skipped.items()):
             print(f"  skipped {node}: {why}")
+        session.exitstatus = 1
+    absent = {n: why for n, why in _skipped.items() if _ABSENT.search(why)}
+    for node, why in sorted(absent.items()):
+        print(f"\nerror: skipped {node}, CI expects it: {why}")
         session.exitstatus = 1
 
 

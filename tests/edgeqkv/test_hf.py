@@ -9,6 +9,7 @@ import torch
 import edgeqkv
 from edgeqkv.errors import EdgeQKVError
 from edgeqkv.model_dir import save_model_dir
+from edgeqkv.perplexity import evaluate
 from edgeqkv.tokenizer import byte_tokenizer, load_tokenizer
 from tests import variants
 
@@ -18,6 +19,16 @@ def test_without_transformers_the_error_names_the_extra():
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "MissingDependencyError" in result.stderr
     assert "pip install 'edgeqkv[hf]'" in result.stderr
+
+
+def test_another_version_of_transformers_is_refused():
+    """Version 5 loads and then generates other tokens."""
+    pytest.importorskip("transformers")
+    code = "import transformers; transformers.__version__ = '5.24.0'; import edgeqkv.hf"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "MissingDependencyError: edgeqkv.hf needs transformers 4.57, found 5.24.0" in (
+        result.stderr.replace("edgeqkv.errors.", "")
+    )
 
 
 @pytest.fixture
@@ -141,12 +152,44 @@ def test_tokenizers(tmp_path, auto):
     assert found(text)["input_ids"] == list(text.encode())
     assert found.decode(list(text.encode())) == text
     codec.add_special_tokens(["<|endoftext|>"])
-    model_dir(tmp_path / "gpt2", variants.spec(vocab_size=257), codec.to_str())
+    model_dir(tmp_path / "gpt2", variants.spec(vocab_size=257, num_used_tokens=257), codec.to_str())
     found = auto.AutoTokenizer.from_pretrained(tmp_path / "gpt2")
     assert (found.eos_token_id, found.pad_token_id, len(found)) == (256, 256, 257)
     padded = found(["a", "bc"], padding=True, return_tensors="pt")
     assert padded["attention_mask"].sum() == 3
     assert load_tokenizer(tmp_path / "gpt2").to_str() == codec.to_str()
+
+
+def test_lm_eval_scores_what_the_eager_model_scores(tmp_path, auto):
+    reason = "lm-eval is not in the dev extra: it brings datasets and pyarrow"
+    found = pytest.importorskip("lm_eval.models.huggingface", reason=reason)
+    from lm_eval.api.instance import Instance
+
+    codec = byte_tokenizer()
+    codec.add_special_tokens(["<|endoftext|>"])
+    decoder = model_dir(
+        tmp_path / "model", variants.spec(vocab_size=257, num_used_tokens=257), codec.to_str()
+    )
+    lm = found.HFLM(pretrained=str(tmp_path / "model"), device="cpu", dtype="float32", batch_size=3)
+    context = decoder.spec.max_position_embeddings
+    text = ("In the beginning was the Word. " * 9)[: 3 * context]
+
+    def requests(kind, *arguments):
+        return [Instance(kind, {}, given, i) for i, given in enumerate(arguments)]
+
+    (rolling,) = lm.loglikelihood_rolling(requests("loglikelihood_rolling", (text,)))
+    ours = evaluate(decoder, codec, "<|endoftext|>" + text)
+    assert ours["tokens"] == 3 * context
+    assert rolling == pytest.approx(-ours["loss"] * ours["tokens"], rel=1e-5)
+    pairs = [("In the", " end"), ("", "alone"), ("A longer beginning than", " others")]
+    got = lm.loglikelihood(requests("loglikelihood", *pairs))
+    for (before, after), (total, greedy_one) in zip(pairs, got, strict=True):
+        ids = torch.tensor([*(before.encode() or [256]), *after.encode()])
+        with torch.no_grad():
+            rows = decoder(ids[None])[0, -len(after) - 1 : -1].log_softmax(-1)
+        targets = ids[-len(after) :]
+        assert total == pytest.approx(float(rows[range(len(after)), targets].sum()), rel=1e-5)
+        assert greedy_one == bool((rows.argmax(-1) == targets).all())
 
 
 def test_refusals(tmp_path, auto):
