@@ -15,7 +15,7 @@ from device_bench.stability import warnings
 from edgeqkv.console import print_table
 
 INTERPRETED = "interpreted"
-EMULATED = "correctness only"
+EMULATED = "correctness\nonly"  # the width of the backend beside it is worth a second line
 VERDICTS = {True: "REGRESSION", False: "ok", None: "not judged"}
 
 
@@ -34,8 +34,8 @@ _WHO: tuple[Column, ...] = (
 )
 _BUNDLE: tuple[Column, ...] = (
     *_WHO,
-    ("bytes\nformula", lambda r: r.formula),
-    ("per token\ndeclared", lambda r: r.declared),
+    ("bytes/\nformula", lambda r: r.formula),
+    ("token\ndeclared", lambda r: r.declared),
     ("\nmeasured", lambda r: short(r.measured_cache)),
     ("file\nMiB", lambda r: mib(r.nbytes)),
     ("load\nms", lambda r: short(r.load_ms)),
@@ -228,10 +228,14 @@ def markdown(results: Sequence[BenchResult], more: Sequence[Table] = ()) -> str:
     for table in [*tables(results), *more]:
         lines = [_line(" ".join(c.split()) for c in table.columns)]
         lines.append(_line("---" for _ in table.columns))
-        lines += [_line("-" if c is None else str(c) for c in row) for row in table.rows]
+        lines += [_line(_word(cell) for cell in row) for row in table.rows]
         parts.append(f"**{table.title}**\n\n" + "\n".join(lines))
     parts += ["\n".join(f"- {p}" for p in problems(results))] if problems(results) else []
     return "\n\n".join(parts)
+
+
+def _word(cell: object) -> str:
+    return "-" if cell is None else " ".join(str(cell).split())
 
 
 def _line(cells: Any) -> str:

@@ -4,7 +4,8 @@
 set -eu
 OUT=${OUT:-out}/phone
 PHONE=${EDGEQKV_FAKE_PHONE:-/var/tmp/edgeqkv-fake-phone}
-say() { printf '\n$ %s\n' "$*"; "$@"; }
+show() { printf '\n$ %s\n' "$*"; }
+say() { show "$@"; "$@"; }
 
 [ -e "$PHONE/.made" ] || tests/phone/install.sh
 rm -rf "$OUT"
@@ -18,20 +19,20 @@ mkfifo "$sockets/orders"
 unshare -Urmnpf --kill-child -- tests/phone/boot.sh "$PHONE" "$sockets/adb" \
     <"$sockets/orders" >"$sockets/said" 2>"$sockets/log" &
 boot=$! links=
-trap 'kill $boot $links 2>/dev/null; rm -rf "$sockets"' EXIT
+trap 'kill $boot $links 2>/dev/null || :; rm -rf "$sockets"' EXIT
 exec 3>"$sockets/orders"
-for _ in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
-    grep -q booted "$sockets/said" && break
+until grep -q booted "$sockets/said"; do
     kill -0 $boot 2>/dev/null || { cat "$sockets/log"; exit 1; }
-    sleep 0.5
+    sleep 0.2
 done
 export ADB_SERVER_SOCKET="localfilesystem:$sockets/adb"
 say edgeqkv devices
 
 onnx=$OUT/q-mqa/onnx executorch=$OUT/q-mqa/executorch
 bench() {
-    say edgeqkv bench "$@" -p 0 -n 0 -pg 64,16 -r 3 --processes 1 \
-        -o "$OUT/results.jsonl" --resume --json >/dev/null
+    set -- "$@" -p 0 -n 0 -pg 64,16 -r 3 --processes 1 -o "$OUT/results.jsonl" --resume
+    show edgeqkv bench "$@"
+    edgeqkv bench "$@" --json >/dev/null # its own table is a part of the last one here
 }
 bench "$onnx" "$executorch"
 bench "$onnx" "$executorch" --engine native
@@ -45,6 +46,13 @@ if command -v chromium >/dev/null; then
     bench "$onnx" --device browser:adb -t 1
     unset -f edgeqkv
     kill "$links" 2>/dev/null || :
+else
+    echo "no row of a browser: apt-get install chromium" >&2
 fi
 
-say edgeqkv compare "$OUT/results.jsonl"
+# Three devices and two engines on one machine are what this table is about: its warnings of that, its
+# other tables (memory, threads) and the doubts of a busy machine are in the file.
+edgeqkv compare "$OUT/results.jsonl" >"$OUT/compare.txt" 2>&1
+show edgeqkv compare "$OUT/results.jsonl"
+sed '/^pp64/,/^$/!d' "$OUT/compare.txt"
+echo "More tables, and every warning: $OUT/compare.txt"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import functools
-import shutil
-import tempfile
 from pathlib import Path
 
-from edgeqkv.artifact import Artifact
+from edgeqkv.artifact import Artifact, read_artifact
 from edgeqkv.model import Decoder
 from tests.bundles import make_bundle
+from tests.session_folder import made_once
 from tests.variants import VARIANTS, random_decoder
 
 
@@ -29,12 +27,12 @@ def et_bundle(
         VARIANTS[variant], num_hidden_layers=layers, max_position_embeddings=context
     )
     decoder = random_decoder(spec)
-    folder = Path(tempfile.mkdtemp(prefix="edgeqkv-et-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    artifact, bundle = make_bundle(
-        "executorch", decoder, folder / "bundle", layout=layout, et_attention=attention
-    )
-    return decoder, artifact, bundle
+    name = f"executorch-{variant}-{layout}-{attention}-{layers}-{context}"
+    with made_once(name) as (folder, missing):
+        if missing:
+            how = {"layout": layout, "et_attention": attention}
+            make_bundle("executorch", decoder, folder, **how)
+    return decoder, read_artifact(folder), folder
 
 
 def big() -> tuple[Decoder, Artifact, Path]:

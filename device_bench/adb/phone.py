@@ -1,4 +1,4 @@
-"""What a phone is and how it fares: one script, one round trip. Anything it does not tell is None."""
+"""What a phone is and how it fares, a script each. Anything it does not tell is None."""
 
 from __future__ import annotations
 
@@ -6,46 +6,41 @@ import dataclasses
 import datetime
 import hashlib
 import re
+from collections.abc import Mapping
 
 from device_bench.adb.client import Adb
 from device_bench.conditions import Conditions, Device
 
 ROOT = "/data/local/tmp/edgeqkv"  # the only place on a device that is ever written to
-_PROPERTIES = {
-    "model": "ro.product.model",
-    "soc": "ro.soc.model",
-    "platform": "ro.board.platform",
-    "abi": "ro.product.cpu.abi",
-    "release": "ro.build.version.release",
-    "qemu": "ro.kernel.qemu",
-    "boot_qemu": "ro.boot.qemu",
-    "hardware": "ro.hardware",
-}
-_FILES = {
-    "meminfo": "/proc/meminfo",
-    "cpuinfo": "/proc/cpuinfo",
-    "loadavg": "/proc/loadavg",
-    "arch": "/proc/sys/kernel/arch",
-    "governor": "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor",
-    "frequency": "/sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq",
-    "huge": "/sys/kernel/mm/transparent_hugepage/enabled",
-}
-_COMMANDS = {
+_FIXED = {
+    "model": "getprop ro.product.model",
+    "soc": "getprop ro.soc.model",
+    "platform": "getprop ro.board.platform",
+    "abi": "getprop ro.product.cpu.abi",
+    "release": "getprop ro.build.version.release",
+    "qemu": "getprop ro.kernel.qemu",
+    "boot_qemu": "getprop ro.boot.qemu",
+    "hardware": "getprop ro.hardware",
+    "cpuinfo": "cat /proc/cpuinfo",
+    "arch": "cat /proc/sys/kernel/arch",
+    "huge": "cat /sys/kernel/mm/transparent_hugepage/enabled",
     "machine": "uname -m",
     "kernel": "uname -r",
     "page": "getconf PAGE_SIZE || getconf PAGESIZE",
     "interpreters": "ls /proc/sys/fs/binfmt_misc",
+}
+# Asked again before and after every run.
+_CHANGING = {
+    "meminfo": "cat /proc/meminfo",
+    "loadavg": "cat /proc/loadavg",
+    "governor": "cat /sys/devices/system/cpu/cpu0/cpufreq/scaling_governor",
+    "frequency": "cat /sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq",
     "free": "df -k /data/local/tmp",
     "battery": "dumpsys battery",
     "thermal": "dumpsys thermalservice",
 }
 _VIRTUAL_HARDWARE = ("goldfish", "ranchu", "cutf", "vsoc")
 _MARK = "@edgeqkv@"
-_FACTS = 'cd /; export LC_ALL=C\nsay() { echo; echo "@edgeqkv@ $1"; }\n' + "\n".join(
-    [f"say {k}; getprop {v} 2>/dev/null" for k, v in _PROPERTIES.items()]
-    + [f"say {k}; cat {v} 2>/dev/null" for k, v in _FILES.items()]
-    + [f"say {k}; ( {v} ) 2>/dev/null" for k, v in _COMMANDS.items()]
-)
 # PowerManager's and ThermalManager's words for Thermal Status 0 to 6.
 THERMAL = ("none", "light", "moderate", "severe", "critical", "emergency", "shutdown")
 
@@ -80,13 +75,25 @@ class Phone:
     huge_pages: str | None
 
 
-def read_phone(adb: Adb) -> Phone:
-    """Raises DeviceLost."""
-    return parse(adb.serial, adb.shell(_FACTS).out)
+def script_of(questions: Mapping[str, str]) -> str:
+    """For a phone's sh: every answer after a line that names it."""
+    asked = [f"say {name}; ( {command} ) 2>/dev/null" for name, command in questions.items()]
+    return "\n".join(["cd /; export LC_ALL=C", f'say() {{ echo; echo "{_MARK} $1"; }}', *asked])
+
+
+def fixed_facts(adb: Adb) -> str:
+    """What cannot change while the phone is attached, for :func:`read_phone`. Raises DeviceLost."""
+    return adb.shell(script_of(_FIXED)).out
+
+
+def read_phone(adb: Adb, fixed: str | None = None) -> Phone:
+    """fixed: what :func:`fixed_facts` said, asked now where it is None. Raises DeviceLost."""
+    text = fixed_facts(adb) if fixed is None else fixed
+    return parse(adb.serial, f"{text}\n{adb.shell(script_of(_CHANGING)).out}")
 
 
 def parse(serial: str, text: str) -> Phone:
-    """``text``: what the script of :func:`read_phone` printed."""
+    """``text``: what the scripts of :func:`read_phone` printed."""
     parts = re.split(rf"(?m)^{_MARK} (\w+)\n", text.replace("\r\n", "\n"))
     said = {k: v.strip() for k, v in zip(parts[1::2], parts[2::2], strict=True)}
     get = {k: v or None for k, v in said.items()}.get

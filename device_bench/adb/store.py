@@ -37,7 +37,8 @@ def sync(adb: Adb, phone: Phone, source: Path, files: Mapping[str, FileEntry], t
             f"{adb.serial} has {human_bytes(phone.free_bytes)} free, {human_bytes(need)} are to be "
             f"copied and {human_bytes(SPARE_BYTES)} stay free; free some, or `edgeqkv device clean`"
         )
-    note(f"{adb.serial}: copying {len(missing)} files of {source.name}, {human_bytes(need)}")
+    count = f"{len(missing)} file{'s' * (len(missing) > 1)}"
+    note(f"{adb.serial}: copying {count} of {source.name}, {human_bytes(need)}")
     folders = {f"{ROOT}/{target}/{name}".rpartition("/")[0] for name in missing}
     made = adb.shell("mkdir -p " + " ".join(map(shlex.quote, sorted(folders))))
     if made.status:

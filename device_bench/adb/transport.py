@@ -13,7 +13,7 @@ from typing import Any
 
 from device_bench.adb import store
 from device_bench.adb.client import Adb, check_serial, listed, what_to_do
-from device_bench.adb.phone import ROOT, conditions_of, device_of, read_phone
+from device_bench.adb.phone import ROOT, conditions_of, device_of, fixed_facts, read_phone
 from device_bench.conditions import Conditions, Device
 from device_bench.devices import DeviceLost, Transport
 from device_bench.devices.local import with_method
@@ -28,6 +28,7 @@ from edgeqkv.errors import EdgeQKVError, UsageError
 LONGEST_S = 1800  # a runner that nobody waits for any more ends itself after this
 GRACE_S = 30
 _SIGNALS = {
+    132: "crashed with SIGILL, an instruction that this CPU lacks",
     134: "crashed with SIGABRT",
     135: "crashed with SIGBUS",
     137: "killed by SIGKILL, as Android does when memory runs out",
@@ -63,7 +64,8 @@ class AdbDevice:
 
     def __init__(self, serial: str) -> None:
         self._adb = Adb(serial)
-        self._phone = read_phone(self._adb)
+        self._fixed = fixed_facts(self._adb)
+        self._phone = read_phone(self._adb, self._fixed)
         self._synced: set[str] = set()
         self._runners: dict[str, RunnerFolder] = {}
         # Names of this process's own: two benches may use one phone one after the other.
@@ -77,7 +79,7 @@ class AdbDevice:
         return device_of(self._phone)
 
     def conditions(self, threads: int) -> Conditions:
-        self._phone = read_phone(self._adb)
+        self._phone = read_phone(self._adb, self._fixed)
         return conditions_of(self._phone, threads, self.cores)
 
     def run(self, job: Mapping[str, Any], timeout_s: float | None) -> Any:

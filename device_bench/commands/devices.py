@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from device_bench.adb.phone import Phone
 
 
 def run(
@@ -36,24 +40,21 @@ def run(
         print_json([*usable, *unusable])
         return
     if phones:
-        names = ("device", "model", "SoC", "ABI", "Android", "RAM", "free", "battery", "C")
-        rows = [
-            [
-                f"adb:{p.serial}" + (" (emulated)" if p.emulated else ""),
-                p.model,
-                p.soc,
-                p.abi,
-                p.android,
-                human_bytes(p.memory_bytes) if p.memory_bytes else None,
-                human_bytes(p.free_bytes) if p.free_bytes else None,
-                None if p.battery_percent is None else f"{p.battery_percent} %",
-                p.temperature_c,
-                p.thermal_status,
-                p.page_size,
-            ]
-            for p in phones
-        ]
-        print_table((*names, "thermal", "page"), rows, gap=1)
+        facts: dict[str, Callable[[Phone], object]] = {
+            "model": lambda p: p.model,
+            "SoC": lambda p: p.soc,
+            "ABI": lambda p: p.abi,
+            "Android": lambda p: p.android,
+            "RAM": lambda p: p.memory_bytes and human_bytes(p.memory_bytes),
+            "storage free": lambda p: p.free_bytes and human_bytes(p.free_bytes),
+            "battery": lambda p: None if p.battery_percent is None else f"{p.battery_percent} %",
+            "temperature": lambda p: None if p.temperature_c is None else f"{p.temperature_c} C",
+            "throttled": lambda p: p.thermal_status,
+            "page size": lambda p: p.page_size and human_bytes(p.page_size),
+            "emulated": lambda p: "yes: correctness only" if p.emulated else "no",
+        }
+        rows = [[name, *(read(p) for p in phones)] for name, read in facts.items()]
+        print_table(("--device", *(f"adb:{p.serial}" for p in phones)), rows)
     for serial, state, text in others:
         note(f"{serial} is {state}: {text}")
     if not phones and not others:

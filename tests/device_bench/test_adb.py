@@ -194,8 +194,9 @@ def test_usage(stub):
 
 
 def test_the_phone_scripts_are_valid_shell():
-    from device_bench.adb.phone import _FACTS
+    from device_bench.adb.phone import _CHANGING, _FIXED, script_of
 
-    subprocess.run(["sh", "-n", "-c", _FACTS], check=True)
+    for questions in (_FIXED, _CHANGING):
+        subprocess.run(["sh", "-n", "-c", script_of(questions)], check=True)
     for script in (Path(__file__).parents[1] / "phone").glob("*.sh"):
         subprocess.run(["bash", "-n", script], check=True)

@@ -94,7 +94,7 @@ def test_both_formulations_with_one_thread_and_two(bundles, tmp_path, cli):
         assert "does not tell which pages" in figures.reason
         assert r.memory is None
     assert "failed: onnx Q-GQA-2 shared pp20+tg5 @ d7, 1 thread: parity:" in stdout
-    table = cli("compare", out, check=0).stdout
+    table = cli("compare", out, "--markdown", check=0).stdout
     assert table.count("Q-GQA-2") >= 2
 
 
@@ -133,7 +133,7 @@ def test_webgpu_rendered_in_software_is_correctness_only(bundles, tmp_path, cli)
         copies = "two GPU buffers" in r.samples.browser.cache_binding
         assert copies == (name == "gqa-shared")
     assert "WebGPU cannot bind the empty prefix" in results["gemm"].reason
-    assert "correctness only" in cli("compare", out, check=0).stdout
+    assert "correctness only" in cli("compare", out, "--markdown", check=0).stdout
 
 
 def test_a_killed_browser_keeps_what_is_finished(bundles, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import time
@@ -19,7 +18,7 @@ from device_bench.adb.phone import ROOT
 from device_bench.result import BenchResult, read_results
 from tests.device_bench import fakephone
 from tests.device_bench.fakephone import SERIAL
-from tests.device_bench.goldens import exported, golden_bundle, set_golden
+from tests.device_bench.goldens import golden_bundle, set_golden
 
 QUICK = ("-p", "6", "-n", "0", "-r", "1", "--processes", "1", "--seed", "1", "--device", "adb")
 
@@ -62,7 +61,9 @@ def test_devices(cli, phone):
     assert (found["battery_percent"], found["temperature_c"]) == (83, 41.2)
     assert (found["thermal_status"], found["power"], found["emulated"]) == ("light", "mains", True)
     assert found["page_size"] is None  # busybox has no getconf
-    assert "(emulated)" in "".join(cli("devices", env=phone.env).stdout.split())
+    shown = cli("devices", env=phone.env, check=0).stdout
+    assert shown.split()[:2] == ["--device", f"adb:{SERIAL}"]  # as it is typed, on one line
+    assert "correctness only" in shown
 
 
 def test_bench(cli, phone, bundle):
@@ -114,13 +115,13 @@ def test_a_changed_copy_is_pushed_again(cli, phone, bundle):
     pushed(cli, phone, bundle)
     phone.shell(f"for f in {ROOT}/bundle-*/model.onnx; do echo broken > $f; done")
     done = bench(cli, phone, bundle)
-    assert "copying 1 files" in done.stderr
+    assert "copying 1 file " in done.stderr
 
 
 def test_a_missing_loader_is_pushed_again_and_lost_in_the_run_is_one_line(cli, phone, bundle):
     pushed(cli, phone, bundle)
     phone.shell(f"rm {ROOT}/runner-*/lib/ld-linux-aarch64.so.1")
-    assert "copying 1 files" in bench(cli, phone, bundle).stderr
+    assert "copying 1 file " in bench(cli, phone, bundle).stderr
     # What the hashes cannot see: it goes after the check.
     watch = (
         f"while ! ls {ROOT}/job-*/job.txt; do :; done; rm {ROOT}/runner-*/lib/ld-linux-aarch64.so.1"
@@ -211,45 +212,6 @@ def test_a_full_phone(cli, bundle):
     with fakephone.booted(size="20m") as phone:
         done = bench(cli, phone, bundle, "--json", check=1)
         assert "20.0 MiB free" in json.loads(done.stdout)[0]["reason"]
-
-
-# One variant a CPU, each in floats and in integers.
-ON_CPU = {
-    "cortex-a53": [
-        {"backend": "onnx", "variant": "q-mqa", "layout": "shared"},
-        {"backend": "executorch", "variant": "q-mqa", "layout": "shared"},
-    ],
-    "cortex-a76": [
-        {"backend": "executorch", "variant": "qkv", "layout": "separate"},
-        {"backend": "onnx", "variant": "qkv", "layout": "separate", "weights": "int8"},
-    ],
-    "max": [
-        {"backend": "onnx", "variant": "q-gqa", "layout": "shared"},
-        {"backend": "onnx", "variant": "q-gqa", "weights": "int4", "dtype": "int8"},
-    ],
-}
-
-
-@pytest.mark.parametrize("cpu", ON_CPU)
-def test_parity_with_the_kernels_of(request, cli, cpu, tmp_path):
-    """Each CPU has other instructions, so the runtimes take other kernels for the same bundle."""
-    if any(how["backend"] == "executorch" for how in ON_CPU[cpu]):
-        pytest.importorskip("executorch.exir")
-    bundles = []
-    for i, how in enumerate(ON_CPU[cpu]):
-        plain = {"et_attention": "plain"} if how["backend"] == "executorch" else {}
-        bundles.append(exported(tmp_path / str(i), **how, **plain))
-    with contextlib.ExitStack() as stack:
-        if cpu == "max":  # what the other tests' phone has
-            phone = request.getfixturevalue("phone")
-        else:
-            phone = stack.enter_context(fakephone.booted(cpu))
-        done = bench(cli, phone, bundles[0], *bundles[1:], "--json")
-    results = [BenchResult.from_dict(row) for row in json.loads(done.stdout)]
-    # ok: no logit was further from the eager model's than edgeqkv.limits allows. Some differ.
-    found = {(r.artifact.name, r.artifact.backend, r.status) for r in results}
-    assert found == {(str(i), how["backend"], "ok") for i, how in enumerate(ON_CPU[cpu])}
-    assert all(r.samples.golden_max_abs > 0 for r in results)
 
 
 def test_clean(cli, phone):
