@@ -25,6 +25,11 @@ from edgeqkv.quant import GROUPED
 JOB = "job.txt"
 BACKENDS = ("onnx", "executorch")
 FORMULATIONS = ("gemm-prefix", "gqa-aliased", "full", "plain-bmm")
+# Known formulations of other runners: what to do about them.
+_INSTEAD = {
+    "custom-sdpa": "; its operators need torch in the process: export with --et-attention plain",
+    "optimum": "; export without --io optimum",
+}
 CACHE_DTYPES = {"onnx": ("fp32", "fp16", "int8"), "executorch": ("fp32", "fp16")}
 
 
@@ -37,7 +42,8 @@ def check_supported(artifact: Artifact, where: str) -> None:
     ):
         if found not in allowed:
             raise UnsupportedError(
-                f"{where}: the native runner has no {what} {found!r}; allowed: {', '.join(allowed)}"
+                f"{where}: the native runner has no {what} {found!r}; allowed: "
+                f"{', '.join(allowed)}{_INSTEAD.get(found, '')}"
             )
 
 

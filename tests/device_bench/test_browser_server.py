@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import http.client
 import http.server
-import io
 import json
 import shutil
 import socket
 import ssl
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
-from device_bench.browser import link, package, server, transport
-from device_bench.browser.facts import Claim, read_outcome, system_of
+from device_bench.browser import link, server, transport
+from device_bench.browser.facts import Claim, read_outcome
 from device_bench.browser.server import HEADERS, MAX_POST_BYTES, PageServer, Session
-from device_bench.devices import DeviceLost, open_transports, threads_of
+from device_bench.devices import DeviceLost, threads_of
 from device_bench.jobs import JobFailed
 from device_bench.schema import build
-from edgeqkv.errors import EdgeQKVError, MissingDependencyError, UsageError
+from edgeqkv.errors import EdgeQKVError
 
 TOKEN = "the-token"
 CLAIM = {
@@ -291,25 +288,6 @@ def test_https_with_a_certificate_of_its_own(page, tmp_path):
     secure.stop()
 
 
-def test_without_openssl_https_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MissingDependencyError, match="needs the openssl command"):
-        link.certificate(tmp_path, "127.0.0.1")
-
-
-@pytest.mark.parametrize(
-    ("name", "engine", "words"),
-    [
-        ("browser:wifi", None, "allowed: browser, browser:lan, browser:adb"),
-        ("browser:lan:x", None, "allowed: browser"),
-        ("browser", "python", "--engine is 'python'; allowed with --device browser: wasm, webgpu"),
-    ],
-)
-def test_misuse(name, engine, words):
-    with pytest.raises(UsageError, match=words):
-        open_transports([name], engine)
-
-
 @pytest.mark.parametrize(
     ("engine", "isolated", "asked", "run"),
     [
@@ -324,113 +302,3 @@ def test_thread_counts(engine, isolated, asked, run):
     """Eight processors: some are slow ones."""
     about = build(Claim, CLAIM | {"cross_origin_isolated": isolated}, "claim")
     assert threads_of(transport.Page(None, about, engine), asked) == run
-
-
-def test_the_link_is_a_qr_code_on_a_terminal(monkeypatch):
-    pytest.importorskip("segno")
-
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
-        monkeypatch.setattr("sys.stderr", stream)
-        link.show_link("http://192.0.2.1:1234/token/")
-        lines = stream.getvalue().splitlines()
-        assert lines[0] == "open on the phone: http://192.0.2.1:1234/token/"
-        assert any("\N{UPPER HALF BLOCK}" in line for line in lines) == shown
-        assert all(len(line) <= 80 for line in lines)
-
-
-def test_no_phone_for_adb(tmp_path, monkeypatch):
-    monkeypatch.setattr(transport, "runtime_files", dict)
-    monkeypatch.delenv("ADB", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(EdgeQKVError, match="browser:adb: PIXEL is not attached and authorised"):
-        open_transports(["browser:adb:PIXEL"], None)
-
-
-npm = pytest.mark.skipif(shutil.which("npm") is None, reason="needs npm")
-
-
-class Registry(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-
-@npm
-def test_a_package_that_is_not_the_pinned_one_is_refused(tmp_path, monkeypatch):
-    """The registry serves something else under the right name."""
-    import tarfile
-
-    (name, *_) = package.SHA256
-    (tmp_path / name).write_text("evil()")
-    root = tmp_path / "registry"
-    root.mkdir()
-    with tarfile.open(root / "evil.tgz", "w:gz") as tar:
-        tar.add(tmp_path / name, f"package/dist/{name}")
-        tar.add(tmp_path / name, "package/dist/../../../../outside.mjs")
-    handler = functools.partial(Registry, directory=str(root))
-    registry = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    url = f"http://127.0.0.1:{registry.server_port}"
-    version = {
-        "name": "onnxruntime-web",
-        "version": package.VERSION,
-        "dist": {
-            "tarball": f"{url}/evil.tgz",
-            "shasum": hashlib.sha1((root / "evil.tgz").read_bytes()).hexdigest(),
-        },
-    }
-    listing = {"name": "onnxruntime-web", "versions": {package.VERSION: version}}
-    (root / "onnxruntime-web").write_text(json.dumps(listing))
-    monkeypatch.setenv("EDGEQKV_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("NPM_CONFIG_CACHE", str(tmp_path / "npm"))
-    monkeypatch.setenv("NPM_CONFIG_REGISTRY", url)
-    threading.Thread(target=registry.serve_forever, daemon=True).start()
-    try:
-        with pytest.raises(MissingDependencyError, match="its sha256 differs"):
-            package.runtime_files()
-    finally:
-        registry.shutdown()
-        registry.server_close()
-    assert not (tmp_path / "outside.mjs").exists()
-    assert not (tmp_path / "cache/outside.mjs").exists()
-
-
-@npm
-def test_no_network_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("EDGEQKV_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("NPM_CONFIG_CACHE", str(tmp_path / "npm"))
-    monkeypatch.setenv("NPM_CONFIG_FETCH_RETRIES", "0")
-    monkeypatch.setenv("NPM_CONFIG_REGISTRY", "http://127.0.0.1:9")
-    with pytest.raises(MissingDependencyError, match=r"cannot be fetched from .*connect to the"):
-        package.runtime_files()
-    assert not list((tmp_path / "cache").glob("*/*"))
-
-
-def test_no_npm_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("EDGEQKV_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MissingDependencyError, match=r"cannot be fetched from .*install npm"):
-        package.runtime_files()
-
-
-@pytest.mark.parametrize(
-    ("agent", "system"),
-    [
-        ("Mozilla/5.0 (iPhone; CPU iPhone OS 26_0 like Mac OS X) Version/26.0 Safari", "iPhone"),
-        ("Mozilla/5.0 (Linux; Android 10; K) Chrome/156.0", "Android"),
-        ("Mozilla/5.0 (X11; Linux x86_64) Chrome/156.0", "Linux"),
-        ("curl", "unknown"),
-    ],
-)
-def test_system_of_a_user_agent(agent, system):
-    assert system_of(agent) == system
-
-
-def test_every_file_of_the_page_is_in_the_package():
-    """What pyproject.toml ships is what the page asks for."""
-    root = Path(transport.PAGE)
-    html = (root / "index.html").read_text()
-    assert all((root / name).is_file() for name in ("page.js", "style.css", "worker.js"))
-    assert "http" not in html.replace("http-equiv", "")

@@ -169,6 +169,12 @@ def test_what_is_refused(tmp_path):
     )
     with pytest.raises(UnsupportedError, match="no cache dtype 'int8'; allowed: fp32, fp16"):
         job.check_supported(elsewhere, "b")
+    for formulation, words in (
+        ("custom-sdpa", "--et-attention plain"),
+        ("optimum", "--io optimum"),
+    ):
+        with pytest.raises(UnsupportedError, match=rf"'{formulation}'; allowed: .*{words}"):
+            job.check_supported(dataclasses.replace(artifact, formulation=formulation), "b")
     (bundle / "model.onnx").write_bytes(b"\x08\x07garbage")
     with pytest.raises(JobFailed, match=r"bytes, manifest says|cannot be loaded"):
         native(bundle, "time")

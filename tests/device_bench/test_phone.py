@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 import time
@@ -14,8 +15,12 @@ pytest.importorskip("onnxruntime")
 
 import numpy as np
 
-from device_bench.adb.phone import ROOT
+from device_bench.adb import store
+from device_bench.adb.client import Adb
+from device_bench.adb.phone import ROOT, read_phone
+from device_bench.native.cross import build_folder
 from device_bench.result import BenchResult, read_results
+from edgeqkv.errors import EdgeQKVError
 from tests.device_bench import fakephone
 from tests.device_bench.fakephone import SERIAL
 from tests.device_bench.goldens import golden_bundle, set_golden
@@ -95,7 +100,6 @@ def test_bench(cli, phone, bundle):
 
 
 def test_wrong_logits_are_no_speed(cli, phone, bundle, tmp_path):
-    import dataclasses
     import shutil
 
     from edgeqkv.artifact import read_golden
@@ -208,10 +212,17 @@ def test_unplugged_in_a_push_then_plugged_in(cli, bundle):
         bench(cli, phone, bundle)
 
 
-def test_a_full_phone(cli, bundle):
+def test_a_full_phone(cli, bundle, monkeypatch):
+    """Known before anything is copied; and where the phone does not tell, or fills as we copy."""
     with fakephone.booted(size="20m") as phone:
         done = bench(cli, phone, bundle, "--json", check=1)
         assert "20.0 MiB free" in json.loads(done.stdout)[0]["reason"]
+        assert phone.shell(f"ls {ROOT}") == ""
+        monkeypatch.setenv("ADB_SERVER_SOCKET", phone.env["ADB_SERVER_SOCKET"])
+        adb, runner = Adb(SERIAL), build_folder("arm64", "onnx")
+        silent = dataclasses.replace(read_phone(adb), free_bytes=None)
+        with pytest.raises(EdgeQKVError, match=f"{SERIAL} is full: libonnx.* did not fit"):
+            store.sync(adb, silent, runner.path, runner.files, "runner-x")
 
 
 def test_clean(cli, phone):
