@@ -23,7 +23,7 @@ from edgeqkv.files import new_folder
 from edgeqkv.model import Decoder
 from edgeqkv.quant import Quantisation
 from export.lowering import Backend, Request
-from export.verify import verify_bundle
+from export.verify import Reference, verify_bundle
 
 BACKENDS = ("onnx", "executorch", "coreml")
 STAGES = ("lower", "golden", "manifest", "verify")
@@ -55,13 +55,14 @@ def export_bundle(
     quantisation: Quantisation | None = None,
     tokenizer: Path | None = None,
     overwrite: bool = False,
-    verify: bool = True,
+    reference: Reference | None = None,
     report: Callable[[str], None] = lambda stage: None,
 ) -> Artifact:
-    """Write one bundle to ``target``; ``report`` hears each of STAGES when it is done (verify: if asked).
+    """Write one bundle to ``target``; ``report`` hears each of STAGES when it is done.
 
-    ``decoder`` and ``golden`` are of the rounded weights (``export.quantise.apply_rounding``) where
-    ``request.tensors`` holds integers; ``quantisation`` says how those were made.
+    ``golden`` and ``reference`` are of the rounded weights (``export.quantise.apply_rounding``) where
+    ``request.tensors`` holds integers; ``quantisation`` says how those were made. There ``decoder``
+    may be without its floats (``drop_floats``). Without ``reference`` the bundle is not verified.
 
     Raises:
         UnsupportedError: the backend cannot do the request (nothing has been traced).
@@ -95,8 +96,8 @@ def export_bundle(
         )
         write_manifest(folder, artifact)
         report("manifest")
-        if verify:
-            result = verify_bundle(folder, decoder=decoder)
+        if reference is not None:
+            result = verify_bundle(folder, reference=reference)
             if not result.passed:
                 raise MismatchError(f"{target}: {result.failure}; no bundle was written")
             report("verify")

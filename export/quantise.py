@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from edgeqkv.errors import UnsupportedError
 from edgeqkv.model import Decoder
@@ -38,8 +38,15 @@ class QuantTensor:
     def dequantise(self) -> Tensor:
         """[out, in] float32."""
         out, into = self.q.shape
-        groups = self.q.view(out, -1, self.group_size).float() * self.scale.float()[..., None]
+        groups = self.q.view(out, -1, self.group_size).float()
+        groups *= self.scale.float()[..., None]
         return groups.view(out, into)
+
+    def largest(self) -> float:
+        """The largest magnitude that it holds, found without its floats."""
+        groups = self.q.view(self.q.shape[0], -1, self.group_size)
+        most = torch.maximum(groups.amax(-1).float(), -groups.amin(-1).float())
+        return float((most * self.scale.float()).max())
 
 
 def storable(scale: Tensor) -> Tensor:
@@ -120,3 +127,15 @@ def apply_rounding(
                         "give it fp32 in a --recipe"
                     )
                 weight.copy_(weight.half())
+
+
+def drop_floats(decoder: Decoder, tensors: Mapping[str, QuantTensor]) -> None:
+    """Leave the matrices of ``tensors`` a shape and no memory, in place: lowering reads the integers.
+
+    The other weights become copies: one view left of a checkpoint's mapping keeps all of it.
+    """
+    for path, module in decoder.named_modules() if tensors else ():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            dropped = name == "weight" and path in tensors
+            kept = torch.empty_like(weight, device="meta") if dropped else weight.detach().clone()
+            setattr(module, name, nn.Parameter(kept, requires_grad=False))

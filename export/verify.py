@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeqkv.artifact import Artifact, read_golden
+from edgeqkv.artifact import read_golden
 from edgeqkv.limits import THRESHOLDS
 from edgeqkv.model import Decoder
 from edgeqkv.runner import Runner, open_runner
@@ -19,6 +20,15 @@ QUALITY = THRESHOLDS | {
     "int4": {"max_abs": 3.0, "kl": 1.0, "cosine": 0.7},
 }
 REFERENCE_TOKENS = 96  # compared when the model itself is at hand, and the context has room
+
+
+class Reference(NamedTuple):
+    """What a model answers: ids [N] int64, of which the first ``prompt`` are prefilled, and logits
+    [1 + N - prompt, V] float32 after the prompt and after each token that follows."""
+
+    ids: NDArray[np.int64]
+    prompt: int
+    logits: NDArray[np.float32]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +61,14 @@ class Verification:
 
 
 def verify_bundle(
-    bundle: Path, *, decoder: Decoder | None = None, original: bool = False
+    bundle: Path,
+    *,
+    decoder: Decoder | None = None,
+    original: bool = False,
+    reference: Reference | None = None,
 ) -> Verification:
-    """Compare a bundle with the eager model, or with its golden vectors when ``decoder`` is None.
+    """Compare a bundle with the eager model, at hand or by its ``reference``, else with its golden
+    vectors.
 
     ``original``: the decoder has the checkpoint's weights, not the rounded ones; QUALITY applies.
 
@@ -62,7 +77,9 @@ def verify_bundle(
     """
     runner = open_runner(bundle)
     artifact = runner.artifact
-    ids, prompt, expected = _reference(bundle, artifact, decoder)
+    if decoder is not None:
+        reference = make_reference(decoder, artifact.cache.capacity)
+    ids, prompt, expected = reference or _golden(bundle)
     used = artifact.model.used_tokens
     limits = (QUALITY if original else THRESHOLDS)[artifact.numerics]
     rounded = bool(artifact.quantisation.recipe.rules)
@@ -94,27 +111,30 @@ def verify_bundle(
         backend=artifact.backend,
         engine=runner.engine,
         interpreted=runner.interpreted,
-        reference="golden vectors" if decoder is None else model,
+        reference="golden vectors" if reference is None else model,
         numerics=artifact.numerics,
         comparisons=tuple(comparisons),
         failure=_failure(comparisons, limits),
     )
 
 
-def _reference(
-    bundle: Path, artifact: Artifact, decoder: Decoder | None
-) -> tuple[NDArray[np.int64], int, NDArray[np.float32]]:
-    """(ids, prompt length, expected logits [1 + len(ids) - prompt, V])."""
-    if decoder is None:
-        golden = read_golden(bundle)
-        ids = np.concatenate([golden.prompt_ids, golden.decode_ids])
-        return ids, len(golden.prompt_ids), np.vstack([golden.prefill_logits, golden.decode_logits])
+def make_reference(decoder: Decoder, context: int) -> Reference:
+    """Of the eager model, for bundles with at least ``context`` tokens of capacity."""
     from export.golden import random_ids, reference_logits
 
-    length = min(REFERENCE_TOKENS, artifact.cache.capacity)
+    length = min(REFERENCE_TOKENS, context)
     ids = random_ids(decoder, length, seed=1)
-    prompt = max(1, length * 3 // 4) if artifact.model.is_causal else length
-    return ids, prompt, reference_logits(decoder, ids, prompt)
+    prompt = max(1, length * 3 // 4) if decoder.spec.is_causal else length
+    return Reference(ids, prompt, reference_logits(decoder, ids, prompt))
+
+
+def _golden(bundle: Path) -> Reference:
+    golden = read_golden(bundle)
+    return Reference(
+        np.concatenate([golden.prompt_ids, golden.decode_ids]),
+        len(golden.prompt_ids),
+        np.vstack([golden.prefill_logits, golden.decode_logits]),
+    )
 
 
 def _one_by_one(runner: Runner, ids: NDArray[np.int64], prompt: int) -> list[NDArray[np.float32]]:

@@ -11,8 +11,8 @@ from edgeqkv.artifact import MANIFEST, Artifact, file_entry
 from edgeqkv.cache import cache_spec
 from edgeqkv.model import Decoder
 from edgeqkv.quant import Quantisation, uniform
-from export.lowering import Backend, Request
-from export.quantise import apply_rounding, quantise
+from export.lowering import Backend, Request, shared_copy
+from export.quantise import apply_rounding, drop_floats, quantise
 
 
 def make_bundle(
@@ -40,7 +40,9 @@ def make_bundle(
     apply_rounding(decoder, recipe, tensors)
     request = dataclasses.replace(request, tensors=tensors)
     directory.mkdir(parents=True, exist_ok=True)
-    lowered = to.lower(decoder, request, directory)
+    lowered_from = shared_copy(decoder)
+    drop_floats(lowered_from, tensors)
+    lowered = to.lower(lowered_from, request, directory)
     files = {
         path.relative_to(directory).as_posix(): file_entry(path)
         for path in sorted(directory.rglob("*"))

@@ -22,6 +22,7 @@ it is paid when the state is made.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from edgeqkv.quiet import quiet
 from export.backends.coreml_program import StatefulDecoder, StatelessDecoder, state_names
 from export.backends.coreml_weights import register, with_integers
 from export.lowering import Lowered, Request
+from export.quantise import QuantTensor
 
 ENTRY = "model.mlpackage"
 PREFILL_CHUNK = 64
@@ -88,7 +90,7 @@ def lower(decoder: Decoder, request: Request, directory: Path) -> Lowered:
     cache, compute = request.cache, precision(request)
     stateful = cache.layout != "none"
     if compute == "fp16":
-        _check_range(decoder)
+        _check_range(decoder, request.tensors)
     chunk = min(PREFILL_CHUNK, cache.capacity) if stateful else cache.capacity
     decoder = with_integers(decoder, request.tensors)
     with quiet(), torch.no_grad():
@@ -147,9 +149,11 @@ def _convert(ct: Any, traced: Any, request: Request, chunk: int) -> Any:
     )
 
 
-def _check_range(decoder: Decoder) -> None:
-    for name, tensor in decoder.state_dict().items():
-        if (largest := float(tensor.abs().max())) > FLOAT16_MAX:
+def _check_range(decoder: Decoder, tensors: Mapping[str, QuantTensor]) -> None:
+    for name, weight in decoder.state_dict().items():
+        integers = tensors.get(name.removesuffix(".weight"))
+        largest = float(weight.abs().max()) if integers is None else integers.largest()
+        if largest > FLOAT16_MAX:
             raise UnsupportedError(
                 f"coreml: {name} holds {largest:.3g}, beyond float16's {FLOAT16_MAX:.0f}; "
                 "export with coreml_precision fp32"

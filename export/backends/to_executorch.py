@@ -9,7 +9,6 @@ because a static cache is paid in full at load and read in full on each step.
 
 from __future__ import annotations
 
-import functools
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from edgeqkv.model import Decoder
 from edgeqkv.quiet import quiet
 from edgeqkv.spec import ModelSpec
 from export.backends.executorch_program import Custom, Full, Plain
+from export.backends.executorch_sdk import prepare
 from export.backends.executorch_share import share
 from export.backends.executorch_weights import ACTIVATIONS, check_recipe, with_stored_weights
 from export.lowering import Lowered, Request
@@ -96,6 +96,7 @@ def lower(decoder: Decoder, request: Request, directory: Path) -> Lowered:
             ) from None
         if chosen == "custom-sdpa":
             import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  registers llama::
+        prepare()
         stored = with_stored_weights(decoder, request.recipe, request.tensors)
         programs = {
             f"forward_{size}": _export(stored, cache, chosen, size, request.model) for size in sizes
@@ -152,7 +153,6 @@ def _to_executorch(programs: dict[str, torch.export.ExportedProgram]) -> Any:
     from executorch.exir.passes import MemoryPlanningPass
     from executorch.exir.passes.sym_shape_eval_pass import ConstraintBasedSymShapeEvalPass
 
-    _only_useful_passes()
     partitioner = XnnpackPartitioner()
     keep = partitioner.ops_to_not_decompose
     # Of the operators it keeps whole we have only linear, always with a constant weight: asking it
@@ -176,32 +176,3 @@ def _to_executorch(programs: dict[str, torch.export.ExportedProgram]) -> Any:
             },
         )
     )
-
-
-@functools.cache
-def _only_useful_passes() -> None:
-    """Leave out XNNPACK's passes for what no decoder has: each walks every partition of each method.
-
-    Nine are for images, convolutions, batch norms and static quantisation, or look for the
-    attention of a fused operator. The program is the same, byte for byte.
-    """
-    from executorch.backends.xnnpack import _passes, xnnpack_preprocess
-
-    skipped = {
-        "ConvertToUpsampleBilinear2d",
-        "ConvertToSDPAPass",
-        "FuseBatchNormPass",
-        "DecomposeBatchNorm",
-        "DecomposeConcatenate",
-        "InsertPadQDQPass",
-        "Conv1dUnsqueezePass",
-        "PReLUReshapePass",
-        "ChannelsLastTaggedReshapePass",
-    }
-
-    def manager(program: Any, passes: Any = None) -> Any:
-        made = _passes.XNNPACKPassManager(program, passes)
-        made.passes = [one for one in made.passes if one.__name__ not in skipped]
-        return made
-
-    xnnpack_preprocess.XNNPACKPassManager = manager

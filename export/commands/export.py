@@ -115,6 +115,8 @@ def run(
         from edgeqkv.model_dir import TOKENIZER, load_any
         from export.calibrate import prepare
         from export.golden import make_golden
+        from export.quantise import drop_floats
+        from export.verify import make_reference
 
         steps = 3 + len(requests) * (len(STAGES) if verify else len(STAGES) - 1)
         gptq = calibration and quantisation.recipe.schemes & set(GROUPED)
@@ -133,6 +135,8 @@ def run(
             step("weights ready")
             context = min(r.cache.capacity for r in requests.values())
             golden = make_golden(decoder, context)
+            reference = make_reference(decoder, context) if verify else None
+            drop_floats(decoder, tensors)
             step("reference logits")
             tokenizer = model / TOKENIZER
             for name, request in requests.items():
@@ -146,7 +150,7 @@ def run(
                     quantisation=quantisation,
                     tokenizer=tokenizer if tokenizer.is_file() else None,
                     overwrite=overwrite,
-                    verify=verify,
+                    reference=reference,
                     report=lambda stage, name=name: step(f"{name} {stage}"),  # type: ignore[misc]
                 )
                 rows.append(_row(name, out / name, request, artifact))

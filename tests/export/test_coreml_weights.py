@@ -16,6 +16,8 @@ from edgeqkv.cache import cache_spec
 from edgeqkv.errors import UnsupportedError
 from edgeqkv.quant import QuantRecipe, Rule, uniform
 from export.audit import find_problems, read_facts
+from export.backends.coreml_program import StatelessDecoder
+from export.backends.coreml_weights import with_integers
 from export.backends.to_coreml import check
 from export.lowering import Request
 from export.quantise import QuantTensor, quantise
@@ -82,6 +84,16 @@ def test_integers_are_never_rounded_again(tmp_path: Path) -> None:
     lowered = to_coreml.lower(decoder, request, tmp_path)
     constants = stored(tmp_path / lowered.entry)
     assert all(holds(constants, tensor) for tensor in tensors.values())
+
+
+def test_a_tied_matrix_is_in_the_trace_once() -> None:
+    decoder = random_decoder(dataclasses.replace(VARIANTS["q-mqa"], num_hidden_layers=1))
+    tensors = quantise(decoder, uniform("int4"))
+    program = StatelessDecoder(with_integers(decoder, tensors), 8).eval()
+    example = torch.zeros(1, 3, dtype=torch.int32), torch.arange(3).int()
+    traced = torch.jit.trace(program, example, check_trace=False)
+    kinds = [node.kind() for node in traced.inlined_graph.nodes()]
+    assert kinds.count("edgeqkv::dequantise") == len(tensors)
 
 
 def test_a_mixed_recipe(tmp_path: Path) -> None:

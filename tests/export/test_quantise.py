@@ -1,6 +1,7 @@
 """Integers, scales and what they mean."""
 
 import hashlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,14 @@ from hypothesis import strategies as st
 from edgeqkv.errors import UnsupportedError
 from edgeqkv.model_dir import load_model_dir, save_model_dir
 from edgeqkv.quant import QuantRecipe, Rule, matrices, uniform
-from export.quantise import QuantTensor, apply_rounding, quantise, round_to_nearest, storable
+from export.quantise import (
+    QuantTensor,
+    apply_rounding,
+    drop_floats,
+    quantise,
+    round_to_nearest,
+    storable,
+)
 from tests.variants import VARIANTS, random_decoder, spec
 
 
@@ -114,3 +122,32 @@ def test_a_weight_beyond_float16_is_refused_by_name():
     decoder.h[1].mlp.c_fc.weight.data[0, 0] = 1e5
     with pytest.raises(UnsupportedError, match=r"h\.1\.mlp\.c_fc holds 1e\+05"):
         apply_rounding(decoder, uniform("fp16"), {})
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_largest_magnitude_is_found_without_floats(bits):
+    t = round_to_nearest(matrix(3), bits, 32)
+    assert t.largest() == t.dequantise().abs().max()
+
+
+@pytest.mark.parametrize("name", ["q-mqa", "untied-tanh"])
+def test_dropped_floats_are_out_of_memory_and_the_rest_is_as_it_was(name, tmp_path):
+    decoder = random_decoder(VARIANTS[name])
+    save_model_dir(tmp_path / "m", decoder.spec, decoder.state_dict(), {})
+    decoder = load_model_dir(tmp_path / "m")
+    tensors = quantise(decoder, uniform("int4"))
+    apply_rounding(decoder, uniform("int4"), tensors)
+    before = {k: v.clone() for k, v in decoder.state_dict().items()}
+    maps, mapped = Path("/proc/self/maps"), str(tmp_path / "m" / "model.safetensors")
+    if maps.exists():
+        assert mapped in maps.read_text()
+    drop_floats(decoder, tensors)
+    if maps.exists():  # not one view of the file is left, which would keep all of it
+        assert mapped not in maps.read_text()
+    after = decoder.state_dict()
+    assert after.keys() == before.keys()
+    for key, weight in after.items():
+        assert weight.is_meta == (key.removesuffix(".weight") in tensors)
+        assert weight.shape == before[key].shape
+        assert weight.is_meta or weight.equal(before[key])
+    assert not any(p.requires_grad for p in decoder.parameters())
