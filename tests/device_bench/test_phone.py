@@ -18,8 +18,11 @@ import numpy as np
 from device_bench.adb import store
 from device_bench.adb.client import Adb
 from device_bench.adb.phone import ROOT, read_phone
+from device_bench.adb.transport import AdbDevice
+from device_bench.jobs import JobFailed
 from device_bench.native.cross import build_folder
 from device_bench.result import BenchResult, read_results
+from device_bench.workload import Workload
 from edgeqkv.errors import EdgeQKVError
 from tests.device_bench import fakephone
 from tests.device_bench.fakephone import SERIAL
@@ -122,21 +125,26 @@ def test_a_changed_copy_is_pushed_again(cli, phone, bundle):
     assert "copying 1 file " in done.stderr
 
 
-def test_a_missing_loader_is_pushed_again_and_lost_in_the_run_is_one_line(cli, phone, bundle):
+def test_a_missing_loader_is_pushed_again_and_lost_between_runs_is_one_line(
+    cli, phone, bundle, monkeypatch
+):
+    loader = f"{ROOT}/runner-*/lib/ld-linux-aarch64.so.1"
     pushed(cli, phone, bundle)
-    phone.shell(f"rm {ROOT}/runner-*/lib/ld-linux-aarch64.so.1")
+    phone.shell(f"rm {loader}")
     assert "copying 1 file " in bench(cli, phone, bundle).stderr
-    # What the hashes cannot see: it goes after the check.
-    watch = (
-        f"while ! ls {ROOT}/job-*/job.txt; do :; done; rm {ROOT}/runner-*/lib/ld-linux-aarch64.so.1"
+    # What the hashes cannot see: they are taken once in a sweep.
+    monkeypatch.setenv("ADB_SERVER_SOCKET", phone.env["ADB_SERVER_SOCKET"])
+    device = AdbDevice(SERIAL)
+    work = Workload(
+        n_prompt=6, n_gen=0, n_depth=0, n_threads=1, repetitions=1, warmup=0, seed=1, order=0
     )
-    thief = threading.Thread(target=phone.shell, args=(f"({watch}) >/dev/null 2>&1",))
-    thief.start()
-    done = bench(cli, phone, bundle, "--json", check=None)
-    thief.join()
-    (result,) = json.loads(done.stdout)
-    if result["status"] == "failed":  # the thief was as quick as it mostly is
-        assert "the runner does not start on this device" in result["reason"]
+    asked = {"pass": "time", "bundle": str(bundle), "workload": dataclasses.asdict(work)}
+    device.run(asked, 120)
+    phone.shell(f"rm {loader}")
+    with pytest.raises(JobFailed, match="the runner does not start on this device"):
+        device.run(asked, 120)
+    device.close()
+    assert "job-" not in phone.shell(f"ls {ROOT}")
 
 
 def test_wrong_abi(cli, phone, bundle):
