@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from device_bench import malloc_chunks
 from device_bench.baselines.bundle import finish
 from device_bench.baselines.gpt2 import Tensors, as_qkv, fused, read_model_dir
+from device_bench.memory import resident_bytes
 from edgeqkv.artifact import Artifact, inside
 from edgeqkv.errors import BundleError, MissingDependencyError
 from edgeqkv.files import new_folder
@@ -154,18 +156,24 @@ def load(artifact: Artifact, directory: Path, *, threads: int, capacity: int) ->
             raise MissingDependencyError(
                 f"running a gguf baseline needs llama-cpp-python ({e}); pip install 'edgeqkv[gguf]'"
             ) from None
+        cells = -(-capacity // CONTEXT_STEP) * CONTEXT_STEP
+        cache = artifact.cache.bytes_per_token * cells  # one buffer for all layers, zeroed at load
         try:
-            model = llama_cpp.Llama(
-                str(path),
-                n_ctx=capacity,
-                n_batch=BATCH,
-                n_threads=threads,
-                n_threads_batch=threads,
-                verbose=False,
-            )
+            with malloc_chunks.fresh(cache) as blocks:
+                model = llama_cpp.Llama(
+                    str(path),
+                    n_ctx=capacity,
+                    n_batch=BATCH,
+                    n_threads=threads,
+                    n_threads_batch=threads,
+                    verbose=False,
+                )
         except (ValueError, RuntimeError) as e:
             raise BundleError(f"{path} cannot be loaded by llama.cpp: {e}") from None
-    return GgufRunner(artifact, model, llama_cpp.llama_get_logits_ith, capacity)
+    runner = GgufRunner(artifact, model, llama_cpp.llama_get_logits_ith, capacity)
+    held = [block for block in blocks if (resident_bytes([(block, cache)]) or 0) >= 0.99 * cache]
+    runner.regions = [(held[0], cache)] if len(held) == 1 else None
+    return runner
 
 
 class GgufRunner:
@@ -177,6 +185,7 @@ class GgufRunner:
     def __init__(self, artifact: Artifact, model: Any, get_logits: Any, capacity: int) -> None:
         self.artifact, self.capacity, self.position = artifact, capacity, 0
         self._model, self._get_logits = model, get_logits
+        self.regions: list[tuple[int, int]] | None = None
 
     def reset(self) -> None:
         self.position = 0
@@ -193,8 +202,9 @@ class GgufRunner:
     def decode(self, token: int) -> NDArray[np.float32]:
         return self.prefill(np.array([token], np.int64))
 
-    def cache_regions(self) -> None:
-        """llama.cpp does not say where its cache is."""
+    def cache_regions(self) -> list[tuple[int, int]] | None:
+        """llama.cpp does not say where its cache is: told by its size, see malloc_chunks."""
+        return self.regions
 
     def close(self) -> None:
         self._model.close()

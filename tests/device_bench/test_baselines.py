@@ -182,9 +182,22 @@ def test_llama_cpp_computes_the_same(model_dir, tmp_path, name):
         std = float(decoder(torch.from_numpy(ids)[None]).std())
         runner.prefill(ids[:3])  # forgotten by the reset in assert_parity
         assert_parity(runner, decoder, atol=0.02 * std)  # fp16 cache, one GELU, from a table
-        assert runner.cache_regions() is None
+        assert runner.cache_regions() is None  # no bench worker: malloc puts small blocks anywhere
     finally:
         runner.close()
+
+
+def test_bench_measures_llama_cpps_cache(model_dir, tmp_path, cli):
+    pytest.importorskip("gguf")
+    pytest.importorskip("llama_cpp")
+    folder, _ = model_dir("long", max_position_embeddings=1024, num_key_value_heads=2)
+    out = tmp_path / "results.jsonl"
+    workload = ("-p", 0, "-n", 4, "-r", 1, "--processes", 1)
+    cli("bench", folder, "--baseline-tool", "gguf", *workload, "-o", out, check=0)
+    (result,) = map(json.loads, out.read_text("utf-8").splitlines())
+    found = result["cache"]["bytes_per_token"]
+    assert found["formula"] == found["declared"] == round(found["measured_cache"])
+    assert result["cache"]["dtype"] == "fp16"
 
 
 # optimum
