@@ -52,6 +52,7 @@ class Row:
     over: str | None
     nbytes: int
     load_ms: float | None
+    cold_ms: float | None
     ttft_ms: float | None
     prefill_tok_s: float | None
     prefill_ci95: tuple[float, float] | None
@@ -174,6 +175,7 @@ def _row(
         over=cache.over,
         nbytes=first.artifact.nbytes,
         load_ms=_ms([r.samples.load_ns for r in timed if r.samples]),
+        cold_ms=_ms([c.load_ns + c.first_call_ns for r in group if (c := r.cold)]),
         ttft_ms=_ms(ttft),
         prefill_tok_s=percentile(rate, 50),
         prefill_ci95=process_interval(rate),

@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from device_bench import memory
-from device_bench.result import Memory, MemoryPoint, Samples, Snapshot
+from device_bench.cold import evict
+from device_bench.result import ColdStart, Memory, MemoryPoint, Samples, Snapshot
 from device_bench.workload import Workload
-from edgeqkv.artifact import Artifact
+from edgeqkv.artifact import Artifact, inside
 from edgeqkv.errors import RunError
 from edgeqkv.quiet import quiet
 from edgeqkv.runner import Runner, load_runner, runner_entry
@@ -89,6 +90,20 @@ def time_pass(artifact: Artifact, bundle: Path, workload: Workload) -> tuple[Sam
         return samples, runner.engine, runner.interpreted
     finally:
         runner.close()
+
+
+def cold_pass(artifact: Artifact, bundle: Path, workload: Workload) -> ColdStart | None:
+    """A start from the disk; None where the page cache keeps the bundle's files."""
+    import_runtime(artifact, bundle)
+    if not evict([inside(bundle, name) for name in artifact.files]):
+        return None
+    start = _clock()
+    runner = load_runner(artifact, bundle, threads=workload.n_threads)
+    loaded = _clock()
+    runner.prefill(workload.ids(artifact.model.used_tokens)[:1])
+    found = ColdStart(loaded - start, _clock() - loaded)
+    runner.close()
+    return found
 
 
 def check_fits(runner: Runner, workload: Workload) -> None:

@@ -136,6 +136,15 @@ class Samples:
 
 
 @dataclasses.dataclass(frozen=True)
+class ColdStart:
+    """One start with the bundle's files dropped from the page cache and the SDK imported, ns.
+    first_call: one token right after, which reads what load only mapped."""
+
+    load_ns: int
+    first_call_ns: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Snapshot:
     """Memory of the process from smaps_rollup, bytes. RSS >= PSS >= USS. uss: private clean +
     dirty. file_clean: clean pages, which the system may drop and read again."""
@@ -168,7 +177,7 @@ class BenchResult:
     """One process of one configuration of one bundle: what ran, where, and everything measured.
     run_id names the sweep. status invalid: a measurement contradicts formula or declaration;
     failed: the configuration did not run to its end; reason says why. memory: of the first process
-    only. quality: from an evaluation, else null. unstable: which limit of the conditions was still
+    only. cold: of the bundle, taken once a sweep. quality: from an evaluation, else null. unstable: which limit of the conditions was still
     broken after the last attempt; discarded: the samples of the attempts before it."""
 
     schema_version: int
@@ -186,6 +195,7 @@ class BenchResult:
     quality: Mapping[str, Any] | None = None
     unstable: str | None = None
     discarded: tuple[Samples, ...] = ()
+    cold: ColdStart | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

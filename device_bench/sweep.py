@@ -15,6 +15,7 @@ from device_bench.result import (
     BenchResult,
     BytesPerToken,
     CacheFacts,
+    ColdStart,
     Memory,
     ModelFacts,
     Samples,
@@ -70,6 +71,19 @@ def run_configuration(
     return state, dataclasses.replace(outcome, memory=usage)
 
 
+def cold_start(
+    device: Transport, bundle: Bundle, workload: Workload, timeout_s: float | None
+) -> ColdStart | None:
+    """None on a transport without a true attribute ``cold``: it cannot drop pages from its memory."""
+    if not getattr(device, "cold", False):
+        return None
+    try:
+        found = device.run(job("cold", bundle, workload), timeout_s)
+    except JobFailed:
+        return None  # the timed process ran, and says what there is to say
+    return None if found is None else build(ColdStart, found, "cold")
+
+
 def _timed(
     device: Transport,
     bundle: Bundle,
@@ -100,6 +114,7 @@ def assemble(
     machine: Device,
     state: Conditions,
     figures: BytesPerToken,
+    cold: ColdStart | None = None,
     run_id: str,
 ) -> BenchResult:
     """The line of one configuration, judged: failed, invalid or ok."""
@@ -131,6 +146,7 @@ def assemble(
         memory=outcome.memory,
         unstable=outcome.unstable,
         discarded=outcome.discarded,
+        cold=cold,
     )
 
 
@@ -170,6 +186,7 @@ def run_sweep(
     done = {r.configuration for r in earlier}
     here = [r for r in earlier if r.configuration[-3:] == where]
     caches = _known_caches(here)
+    colds: dict[str, ColdStart | None] = {r.artifact.sha256: r.cold for r in here if r.cold}
     untimed = {r.artifact.sha256 for r in here if r.artifact.interpreted}
     for index, workload in plan:
         bundle = bundles[index]
@@ -191,6 +208,8 @@ def run_sweep(
             caches[bundle.sha256] = measure_cache(
                 device, bundle, one, interpreted=outcome.interpreted, timeout_s=timeout_s
             )
+        if bundle.sha256 not in colds and outcome.interpreted is False:
+            colds[bundle.sha256] = cold_start(device, bundle, workload, timeout_s)
         if outcome.interpreted:
             untimed.add(bundle.sha256)
         figures = caches.get(bundle.sha256) or BytesPerToken(
@@ -204,6 +223,7 @@ def run_sweep(
                 machine=machine,
                 state=dataclasses.replace(state, read_bandwidth=bandwidth),
                 figures=figures,
+                cold=colds.get(bundle.sha256),
                 run_id=run_id,
             )
         )

@@ -64,6 +64,7 @@ _SPEED: tuple[Column, ...] = (
     *_WHO,
     ("t", lambda r: r.threads),
     ("depth", lambda r: r.depth),
+    ("cold\nms", lambda r: short(r.cold_ms)),
     ("TTFT\nms", lambda r: short(r.ttft_ms)),
     ("prefill\ntok/s", lambda r: short(r.prefill_tok_s)),
     ("decode\ntok/s", lambda r: decode_speed(r)),

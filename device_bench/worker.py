@@ -63,6 +63,9 @@ def run(job: dict[str, Any]) -> Any:
             "engine": engine,
             "interpreted": interpreted,
         }
+    if job["pass"] == "cold":
+        start = measure.cold_pass(artifact, bundle, workload)
+        return None if start is None else dataclasses.asdict(start)
     memory.page_granular()
     if job["pass"] == "memory":
         found = measure.memory_pass(artifact, bundle, workload)

@@ -41,7 +41,8 @@ class Transport(Protocol):
     def run(self, job: Mapping[str, Any], timeout_s: float | None) -> Any:
         """The value that ``device_bench.worker.run`` computes for ``job``, computed there.
 
-        Passes: time, memory, depth, capacity; the last three only without ``no_memory``.
+        Passes: time, memory, depth, capacity; the last three only without ``no_memory``. And cold, on a
+        transport whose attribute ``cold`` is true.
 
         Raises:
             JobFailed: no value came; the message is the reason, one line.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from device_bench import conditions
+from device_bench import cold, conditions
 from device_bench.devices import Transport
 from device_bench.jobs import JobFailed, run_job, run_process
 from device_bench.memory import METHOD, WORKER_ENV, supported
@@ -35,6 +35,7 @@ class Here:
     def __init__(self, engine: str) -> None:
         self.engine = engine
         self.no_memory = None if supported() else _NO_PROC
+        self.cold = engine == "python" and cold.supported
 
     def pin(self, cores: tuple[int, ...]) -> None:
         pin_here(cores)
@@ -56,7 +57,7 @@ class Here:
 
 
 def run_python(job: Mapping[str, Any], timeout_s: float | None) -> Any:
-    env = {} if job["pass"] == "time" else WORKER_ENV
+    env = {} if job["pass"] in ("time", "cold") else WORKER_ENV
     return run_job(job, timeout_s=timeout_s, env=env)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +26,13 @@ COLUMNS = {
     "capacity": "context",
     "bytes_per_token": "bytes/token",
     "formulation": "formulation",
+}
+# Options of one backend, and their value when not given.
+OWN = {
+    "--onnx-attention": ("onnx", "auto"),
+    "--io": ("onnx", "edgeqkv"),
+    "--et-attention": ("executorch", "auto"),
+    "--coreml-precision": ("coreml", "fp16"),
 }
 
 
@@ -87,6 +95,9 @@ def run(
         "executorch": {"et_attention": et_attention},
         "coreml": {"coreml_precision": coreml_precision},
     }
+    names = _split(backends)
+    own = (onnx_attention, io, et_attention, coreml_precision)
+    _refuse_idle(dict(zip(OWN, own, strict=True)), names)
     spec = _read_spec(model)
     quantisation = Quantisation(_recipe(spec, weights, group_size, recipe))
     if cache_rotate:
@@ -100,7 +111,7 @@ def run(
             recipe=quantisation.recipe,
             options=options.get(name, {}),
         )
-        for name in _split(backends)
+        for name in names
     }
     for name, request in requests.items():  # everything is refused before anything is traced
         find_backend(name).check(request)
@@ -160,6 +171,15 @@ def run(
     cells = [[r[key] for key in COLUMNS] + [_megabytes(r["nbytes"])] for r in rows]
     title = "plan, nothing written" if dry_run else f"bundles in {out}"
     print_table([*COLUMNS.values(), "MB"], cells, title=title)
+
+
+def _refuse_idle(given: Mapping[str, str], backends: list[str]) -> None:
+    from edgeqkv.errors import UsageError
+
+    for flag, value in given.items():
+        backend, usual = OWN[flag]
+        if value != usual and backend not in backends:
+            raise UsageError(f"{flag} {value} is for {backend}; -b has {','.join(backends)}")
 
 
 def _split(backends: str) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from device_bench import slopes, sweep
 from device_bench.bundles import open_bundle
 from device_bench.conditions import conditions, device
-from device_bench.result import BenchResult, MemoryPoint, Samples
+from device_bench.result import BenchResult, ColdStart, MemoryPoint, Samples
 from device_bench.self_test import write_bundle
 from device_bench.workload import Workload
 
@@ -38,6 +38,7 @@ def result(
         machine=device(),
         state=dataclasses.replace(conditions(1), load_average_1m=0.1),
         figures=slopes.with_slopes(slopes.BytesPerToken(true, declared=true), "depth", points),
+        cold=ColdStart(4_000_000, 1_000_000),
         run_id="test",
     )
     return dataclasses.replace(line, **changes)

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from device_bench import memory, self_test
+from device_bench.cold import evict
 from device_bench.result import read_results
 from tests.device_bench import faulty
 
@@ -93,6 +94,8 @@ def test_measurements_are_complete(cli, tmp_path, env):
         assert r.memory.peak_rss >= r.memory.after_load.rss
         assert (r.memory.after_decode is None) == (r.workload.n_gen == 0)
         assert r.conditions.threads == 1
+        if evict([bundle / "manifest.json"]):  # a file system on a disk
+            assert min(r.cold.load_ns, r.cold.first_call_ns) > 0
 
 
 @linux

@@ -114,6 +114,8 @@ def test_dry_run_writes_nothing(model, tmp_path, cli):
         (["--cache-dtype", "int3"], "allowed: fp32, fp16, int8"),
         (["--cache-layout", "both"], "allowed: auto, shared, separate"),
         (["--onnx-attention", "magic"], "auto"),
+        (["--et-attention", "custom"], "--et-attention custom is for executorch; -b has onnx"),
+        (["-b", "executorch", "--io", "optimum"], "--io optimum is for onnx"),
     ],
 )
 def test_bad_requests_are_one_line(model, cli, tmp_path, arguments, words):
