@@ -16,11 +16,11 @@ from device_bench.adb.client import Adb, check_serial, listed, what_to_do
 from device_bench.adb.phone import ROOT, conditions_of, device_of, fixed_facts, read_phone
 from device_bench.conditions import Conditions, Device
 from device_bench.devices import DeviceLost, Transport
-from device_bench.devices.local import with_method
 from device_bench.jobs import JobFailed
 from device_bench.native.build import PROGRAM
 from device_bench.native.cross import RunnerFolder, abi_of, build_folder
 from device_bench.native.job import JOB, check_supported, write_job
+from device_bench.native.run import with_method
 from edgeqkv.artifact import MANIFEST, Artifact, file_entry, read_artifact
 from edgeqkv.console import human_bytes, note
 from edgeqkv.errors import EdgeQKVError, UsageError

@@ -69,7 +69,7 @@ def run(
     device: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="local|adb[:SERIAL]|browser[:HOW]",
+            metavar="local|adb[:SERIAL]|browser[:HOW]|qemu[:CPU]",
             help="Where to run; repeatable. (default: local)",
         ),
     ] = None,

@@ -15,6 +15,7 @@ TRANSPORTS = {
     "local": "device_bench.devices.local",
     "adb": "device_bench.adb.transport",
     "browser": "device_bench.browser.transport",
+    "qemu": "device_bench.devices.qemu",
 }
 
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import mmap
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from device_bench import cold, conditions
 from device_bench.devices import Transport
-from device_bench.jobs import JobFailed, run_job, run_process
-from device_bench.memory import METHOD, WORKER_ENV, supported
-from edgeqkv.errors import EdgeQKVError, UsageError
+from device_bench.jobs import run_job
+from device_bench.memory import WORKER_ENV, supported
+from edgeqkv.errors import UsageError
 
 _NO_PROC = "resident memory is read from /proc, which this system lacks"
 
@@ -63,32 +60,16 @@ def run_python(job: Mapping[str, Any], timeout_s: float | None) -> Any:
 
 def run_native(job: Mapping[str, Any], timeout_s: float | None) -> Any:
     """By the C runner with the installed runtime's library: its memory is the runtime's alone."""
-    from device_bench.native.build import build_here
-    from device_bench.native.job import JOB, check_supported, write_job
-    from edgeqkv.artifact import inside, read_artifact
+    from device_bench.native.run import run_here
 
-    bundle = Path(job["bundle"])
-    with tempfile.TemporaryDirectory(prefix="edgeqkv-native-") as folder:
-        try:
-            artifact = read_artifact(bundle, check_sha256=False)
-            check_supported(artifact, job["bundle"])
-            runner = build_here(artifact.backend)
-            model = str(inside(bundle, artifact.entry))
-            write_job(
-                Path(folder),
-                artifact,
-                bundle,
-                job,
-                model=model,
-                library=runner.library,
-                page=mmap.PAGESIZE,
-            )
-        except EdgeQKVError as e:
-            raise JobFailed(str(e)) from None
-        result = Path(folder, "result.json")
-        command = [str(runner.program), JOB, result.name]
-        value = run_process(command, result, timeout_s=timeout_s, cwd=Path(folder))
-    return with_method(job, value)
+    return run_here(job, timeout_s, _command)
+
+
+def _command(backend: str) -> tuple[list[str], str]:
+    from device_bench.native.build import build_here
+
+    runner = build_here(backend)
+    return [str(runner.program)], runner.library
 
 
 # What --engine may name here -> what runs a job.
@@ -96,11 +77,6 @@ _ENGINES: dict[str, Callable[[Mapping[str, Any], float | None], Any]] = {
     "python": run_python,
     "native": run_native,
 }
-
-
-def with_method(job: Mapping[str, Any], value: Any) -> Any:
-    """The native runner reads memory as ``device_bench.memory`` does; the line says so."""
-    return {**value, "method": METHOD} if job["pass"] == "memory" and value else value
 
 
 def pin_here(cores: tuple[int, ...]) -> None:
