@@ -96,6 +96,9 @@ class Ratio:
     decode_ci95: tuple[float, float] | None
 
 
+Test = tuple[int, int]  # n_prompt, n_gen
+
+
 def fold(results: Sequence[BenchResult]) -> list[Row]:
     """Rows in the order backend, bytes per token (most first), name, threads, depth."""
     groups: dict[tuple[Any, ...], list[BenchResult]] = {}
@@ -112,12 +115,19 @@ def fold(results: Sequence[BenchResult]) -> list[Row]:
     rows = [
         _row(group, p, n, caches[_where(group[0])], bandwidth[group[0].device])
         for group in groups.values()
-        for p, n in itertools.zip_longest(
-            sorted({r.workload.n_prompt for r in group} - {0}),
-            sorted({r.workload.n_gen for r in group} - {0}),
-        )
+        for p, n in _tests(group)
     ]
     return sorted(rows, key=lambda r: (r.backend, -r.formula, r.name, r.sha256, r.threads, r.depth))
+
+
+def _tests(group: Sequence[BenchResult]) -> list[tuple[Test | None, Test | None]]:
+    """For each row, (n_prompt, n_gen) of the lines its prefill and its decode come from: ``pp`` and
+    ``tg`` side by side, and each ``-pg`` by itself, whose decode starts deeper."""
+    ran = sorted({(r.workload.n_prompt, r.workload.n_gen) for r in group})
+    apart = itertools.zip_longest(
+        [test for test in ran if not test[1]], [test for test in ran if not test[0]]
+    )
+    return [*apart, *((test, test) for test in ran if all(test))]
 
 
 def _where(result: BenchResult) -> tuple[Any, ...]:
@@ -127,8 +137,8 @@ def _where(result: BenchResult) -> tuple[Any, ...]:
 
 def _row(
     group: Sequence[BenchResult],
-    prompt: int | None,
-    gen: int | None,
+    prefilled: Test | None,
+    decoded: Test | None,
     cache: BytesPerToken,
     bandwidth: Sequence[Bandwidth],
 ) -> Row:
@@ -136,8 +146,10 @@ def _row(
     ran = [r for r in group if r.samples is not None]
     shown = next((r for r in ran), first)
     timed = [] if shown.artifact.interpreted or first.device.emulated else ran
-    prefill = [r for r in timed if r.workload.n_prompt and r.workload.n_prompt == prompt]
-    decode = [r for r in timed if r.workload.n_gen and r.workload.n_gen == gen]
+    prefill = [r for r in timed if (r.workload.n_prompt, r.workload.n_gen) == prefilled]
+    decode = [r for r in timed if (r.workload.n_prompt, r.workload.n_gen) == decoded]
+    prompt = prefilled[0] if prefilled else None
+    gen = decoded[1] if decoded else None
     ttft = [found for r in prefill if (found := percentile(ttft_ns(r), 50))]
     tpot = [found for r in decode if (found := percentile(tpot_ns(r), 50))]
     itl = [gap / 1e6 for r in decode for gap in itl_ns(r)]

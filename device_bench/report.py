@@ -107,7 +107,8 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
     """Three numbers at most, each only where it was measured; names do not break at their hyphens."""
     found = []
     bundles = one_per_bundle(rows)
-    cached = sorted((r for r in bundles if r.formula and r.declared), key=lambda r: r.formula)
+    measured = [r for r in bundles if r.formula and r.measured_cache is not None]
+    cached = sorted((r for r in measured if r.dtype == measured[0].dtype), key=lambda r: r.formula)
     if cached and cached[-1].formula > cached[0].formula:
         least, most = cached[0], cached[-1]
         what = (
@@ -115,7 +116,6 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
             f"{count(most.formula)} for {most.variant} {most.layout}"
         )
         found.append(Headline(times(most.formula / least.formula), what))
-    measured = [r for r in bundles if r.measured_cache is not None]
     if measured:
         agree = sum(r.status == "ok" for r in measured)
         what = "bundles whose formula, declaration and measurement agree within 3 %"

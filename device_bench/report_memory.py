@@ -15,7 +15,16 @@ from device_bench.table import short, workspace
 from edgeqkv.console import human_bytes
 
 CONTEXTS = tuple(2**e for e in range(7, 18))
-_POINT_COLUMNS = ["backend", "variant", "layout", "over", "tokens", "cache bytes", "process bytes"]
+_POINT_COLUMNS = [
+    "backend",
+    "variant",
+    "layout",
+    "over",
+    "tokens",
+    "cache bytes",
+    "process bytes",
+    "dtype",
+]
 
 
 def memory_points(results: Sequence[BenchResult]) -> Cells:
@@ -33,6 +42,7 @@ def memory_points(results: Sequence[BenchResult]) -> Cells:
             p.tokens,
             p.cache_bytes,
             p.process_bytes,
+            r.cache.dtype,
         ]
         for r in bundles.values()
         for p in r.cache.bytes_per_token.points
@@ -120,12 +130,12 @@ def by_context(
     budgets: Sequence[tuple[str, int]],
     points: Cells,
 ) -> Section | None:
-    kinds = {(r.variant, r.layout, r.dtype, r.formula): r for r in rows if r.formula}
+    kinds = dict.fromkeys((r.variant, r.layout, r.dtype, r.formula) for r in rows if r.formula)
     if not kinds:
         return None
     learned = {r.model.label: r.model.spec.max_position_embeddings for r in results}
     series, table = [], []
-    for (variant, layout, dtype, each), row in kinds.items():
+    for variant, layout, dtype, each in kinds:
         name = f"{variant} {layout}" + (f" {dtype}" if dtype != "fp32" else "")
         spots = [
             Mark(c, each * c, f"{name}: {human_bytes(each * c)} at {c:,} tokens") for c in CONTEXTS
@@ -138,14 +148,11 @@ def by_context(
                 name, colours[variant] + " beyond", spots[len(known) - 1 :], "dotted", dots=False
             )
         )
-        read = [p for p in points if p[1:3] == [variant, layout] and isinstance(p[5], int)]
+        read = [p for p in points if p[1:3] == [variant, layout] and p[7] == dtype]
         marks = [
             Mark(t, b, f"{name} on {p[0]}: {human_bytes(b)} measured at {t:,} tokens")
             for p in read
-            if isinstance(t := p[4], int)
-            and isinstance(b := p[5], int)
-            and row.dtype == dtype
-            and b
+            if isinstance(t := p[4], int) and isinstance(b := p[5], int) and b
         ]
         series.append(Series(name, colours[variant], marks, "none"))
         fits = [f"{size // each:,}" for _, size in budgets]

@@ -74,6 +74,13 @@ _SPEED: tuple[Column, ...] = (
     ("\np95", lambda r: short(r.itl_p95_ms)),
     ("\np99", lambda r: short(r.itl_p99_ms)),
 )
+# Where a depth has more than one test: which, in the place of what is the bundle's.
+_BY_TEST: tuple[Column, ...] = (
+    *_SPEED[:5],
+    ("p", lambda r: r.n_prompt),
+    ("n", lambda r: r.n_gen),
+    *_SPEED[6:],
+)
 _QUALITY: tuple[Column, ...] = (
     *_WHO,
     ("weights", lambda r: r.weights),
@@ -155,7 +162,8 @@ def tables(results: Sequence[BenchResult]) -> list[Table]:
     if known := [r for r in bundles if r.perplexity is not None]:
         made.append(_table("Quality, from `edgeqkv eval`", _QUALITY, known))
     if len(rows) > len(bundles) or any(r.decode_ci95 or r.limit_share for r in rows):
-        made.append(_table("Speed by threads and depth", _SPEED, rows))
+        several = len({(r.n_prompt, r.n_gen) for r in rows}) > 1
+        made.append(_table("Speed by threads and depth", _BY_TEST if several else _SPEED, rows))
     return made
 
 

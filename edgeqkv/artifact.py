@@ -126,7 +126,7 @@ def read_artifact(bundle: Path, *, check_sha256: bool = True) -> Artifact:
         data = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise BundleError(f"{bundle} is not a bundle: it has no {MANIFEST}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as e:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
         raise BundleError(f"{path} is not valid JSON: {e}; export the bundle again") from None
     except NotADirectoryError:
         raise BundleError(f"{bundle} is not a bundle folder") from None

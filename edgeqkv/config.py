@@ -26,7 +26,7 @@ def read_config(folder: Path) -> tuple[ModelSpec, dict[str, Any]]:
         config = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is not a MODEL_DIR: it has no {CONFIG}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as e:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
         raise CheckpointError(f"{path} is not valid JSON: {e}") from None
     if not isinstance(config, dict) or config.get("model_type") != MODEL_TYPE:
         found = config.get("model_type") if isinstance(config, dict) else type(config).__name__

@@ -22,8 +22,11 @@ def refuse_existing(target: Path, overwrite: bool) -> None:
     Raises:
         EdgeQKVError: ``target`` exists and ``overwrite`` is false, or it is not a folder.
     """
-    if target.exists() and not target.is_dir():
-        raise EdgeQKVError(f"{target} is a file; the output is a folder, choose another name")
+    for path in (target, *target.parents):
+        if path.exists():
+            if not path.is_dir():
+                raise EdgeQKVError(f"{path} is a file; the output is a folder, choose another name")
+            break
     if target.exists() and not overwrite:
         raise EdgeQKVError(f"{target} exists; choose another output or give --overwrite")
 

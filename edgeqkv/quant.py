@@ -192,6 +192,13 @@ def read_recipe(path: Path, spec: ModelSpec) -> QuantRecipe:
                 f"recipe {path}: pattern {rule.pattern!r} matches no module; "
                 f"examples: {', '.join(modules[:4])}, ..."
             )
+    applied = [recipe.rule_for(module) for module in modules]
+    for rule in recipe.rules:
+        if rule not in applied:
+            raise UsageError(
+                f"recipe {path}: pattern {rule.pattern!r} never applies, earlier rules match all of its "
+                "modules; the first match wins, so put it before them"
+            )
     return recipe
 
 

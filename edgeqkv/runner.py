@@ -104,7 +104,9 @@ def check_tokens(runner: Runner, ids: NDArray[np.int64]) -> None:
     Raises:
         RunError: no tokens, a token id the model has no embedding for, or a context overflow.
     """
-    if ids.ndim != 1 or ids.size == 0:
+    if ids.ndim != 1:
+        raise RunError(f"token ids have shape {list(ids.shape)}; give one sequence, [S]")
+    if ids.size == 0:
         raise RunError("the prompt has no tokens; give at least 1")
     vocab = runner.artifact.model.vocab_size
     if not np.issubdtype(ids.dtype, np.integer):

@@ -84,6 +84,8 @@ def run(
         raise UsageError(
             f"not comparable: {' | '.join(differences)}; give --mixed to compare all the same"
         )
+    if len(machines) > 1 and not differences:
+        note(f"rows of {len(machines)} devices, each against its own: {'; '.join(machines)}")
     if differences:
         note(f"warning: not comparable: {' | '.join(differences)}")
     if loads := compare.load_change(results, earlier):

@@ -49,7 +49,7 @@ class OptimumIoRunner:
         return logits
 
     def decode(self, token: int) -> NDArray[np.float32]:
-        ids = np.array([token], np.int64)
+        ids = np.array([token])
         check_tokens(self, ids)
         return self._step(ids)
 

@@ -54,6 +54,7 @@ class CoreMLRunner:
         self.state = self.model.make_state() if self.stateful else None
 
     def prefill(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        ids = np.asarray(ids)
         check_tokens(self, ids)
         if not self.stateful:
             self.ids = np.concatenate([self.ids, ids.astype(np.int32)])
@@ -66,7 +67,7 @@ class CoreMLRunner:
         return logits
 
     def decode(self, token: int) -> NDArray[np.float32]:
-        return self.prefill(np.array([token], np.int64))
+        return self.prefill(np.array([token]))
 
     def _predict(self, ids: NDArray[Any], start: int) -> NDArray[np.float32]:
         feeds = {

@@ -134,9 +134,9 @@ class ExecutorchRunner:
             raise RunError(
                 f"{self.artifact.model.label} is not causal: it has no decode; prefill the whole input"
             )
-        ids = np.array([token], np.int64)
+        ids = np.array([token])
         check_tokens(self, ids)
-        return self._step(ids)
+        return self._step(ids.astype(np.int64))
 
     def cache_regions(self) -> list[tuple[int, int]] | None:
         """The arena of the cache, told from the rest of the heap by its size (see malloc_chunks).

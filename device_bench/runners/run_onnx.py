@@ -169,7 +169,7 @@ class OnnxRunner:
             raise RunError(
                 f"{self.artifact.model.label} is not causal: it has no decode; prefill the whole input"
             )
-        ids = np.array([token], np.int64)
+        ids = np.array([token])
         check_tokens(self, ids)
         self._step(ids)
         return self._logits.reshape(-1).copy()

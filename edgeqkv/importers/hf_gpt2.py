@@ -115,7 +115,7 @@ def _config(folder: Path) -> Mapping[str, Any]:
         )
     try:
         config = json.loads(path.read_text("utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as e:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
         raise CheckpointError(f"{path} is not valid JSON: {e}") from None
     found = config.get("model_type") if isinstance(config, dict) else None
     if found == MODEL_TYPE:

@@ -79,12 +79,15 @@ def weights(state: Any, where: str) -> dict[str, Tensor]:
     """
     if not isinstance(state, Mapping) or not state:
         raise CheckpointError(
-            f"{where}: the weights are {type(state).__name__}, not a dict of tensors"
+            f"{where}: the weights are {'empty' if state == {} else type(state).__name__}; "
+            "expected a dict of tensors"
         )
     stripped: dict[str, Tensor] = {}
     for key, tensor in state.items():
         if not isinstance(key, str) or not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{where}: {key!r} is {type(tensor).__name__}, not a tensor")
+            raise CheckpointError(
+                f"{where}: {key!r} is {type(tensor).__name__}; expected tensors under names"
+            )
         # A stride of 0 makes a few bytes claim to be terabytes; a meta tensor has no bytes at all.
         dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
         if not dense or tensor.nbytes > tensor.untyped_storage().nbytes():

@@ -86,6 +86,7 @@ def run(
     from edgeqkv.console import print_json, print_table, progress
     from edgeqkv.files import refuse_existing
     from edgeqkv.quant import GROUPED, Quantisation
+    from edgeqkv.tokenizer import TOKENIZER, load_tokenizer
     from export.lowering import Request
     from export.pipeline import STAGES, export_bundle, find_backend
     from export.rotate import check_rotation
@@ -117,13 +118,16 @@ def run(
         find_backend(name).check(request)
         if not dry_run:
             refuse_existing(out / name, overwrite)
+    tokenizer = model / TOKENIZER
+    if tokenizer.is_file():
+        load_tokenizer(tokenizer)  # a broken one would be found by the bundle's users
     rows: list[dict[str, Any]] = []
     if dry_run:
         rows = [_row(name, out / name, r, None) for name, r in requests.items()]
     else:
         import torch
 
-        from edgeqkv.model_dir import TOKENIZER, load_any
+        from edgeqkv.model_dir import load_any
         from export.calibrate import prepare
         from export.golden import make_golden
         from export.quantise import drop_floats
@@ -149,7 +153,6 @@ def run(
             reference = make_reference(decoder, context) if verify else None
             drop_floats(decoder, tensors)
             step("reference logits")
-            tokenizer = model / TOKENIZER
             for name, request in requests.items():
                 artifact = export_bundle(
                     decoder,

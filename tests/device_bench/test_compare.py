@@ -48,6 +48,22 @@ def test_lines_of_a_bundle_fold_into_rows(lines):
         assert row.measured_process - row.measured_cache == pytest.approx(1024)
 
 
+def test_another_test_at_the_same_depth_is_a_row_of_its_own(lines):
+    """-pg 64,4 decodes behind its prompt: that is no second process of tg4."""
+    (shared, *_) = [r for r in lines if r.cache.layout == "shared" and r.workload.n_gen]
+    both = dataclasses.replace(shared.workload, n_prompt=64)
+    stamps = tuple(range(1_000_000, 11_000_000, 2_000_000))
+    samples = dataclasses.replace(shared.samples, repetitions=(stamps,))
+    rows = fold([*lines, dataclasses.replace(shared, workload=both, samples=samples)])
+    here = [r for r in rows if (r.layout, r.depth) == ("shared", shared.workload.n_depth)]
+    assert [(r.n_prompt, r.n_gen) for r in here] == [(128, 4), (64, 4)]
+    assert [len(r.decode_by_process) for r in here] == [1, 1]
+    assert [r.decode_tok_s for r in here] == pytest.approx([1000, 500])
+    assert {"p", "n"} <= set(
+        tables([*lines, dataclasses.replace(shared, workload=both)])[-1].columns
+    )
+
+
 def test_processes_count_the_same_however_many_repetitions_they_made(lines):
     slower = dataclasses.replace(
         lines[0], samples=dataclasses.replace(lines[0].samples, repetitions=((256_000,),) * 5)

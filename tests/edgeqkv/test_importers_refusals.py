@@ -158,9 +158,12 @@ def test_a_zip_bomb_of_names_is_refused(tmp_path):
         ({"wte.weight": torch.zeros(2)}, "of no known format; found keys: wte.weight"),
         ({"model_state_dict": {}}, "has no model_config dict"),
         ({"model": {}}, "has no model_args dict"),
-        ({"model_state_dict": {}, "model_config": {}}, "not a dict of tensors"),
-        ({"model_state_dict": {"a": 1}, "model_config": {}}, "'a' is int, not a tensor"),
-        ({"model_state_dict": [1], "model_config": {}}, "not a dict of tensors"),
+        ({"model_state_dict": {}, "model_config": {}}, "the weights are empty; expected a dict"),
+        (
+            {"model_state_dict": {"a": 1}, "model_config": {}},
+            "'a' is int; expected tensors under names",
+        ),
+        ({"model_state_dict": [1], "model_config": {}}, "list; expected a dict of tensors"),
     ],
 )
 def test_unknown_formats(reject, checkpoint, words):

@@ -110,6 +110,10 @@ def test_a_recipe_from_a_file(tmp_path):
         ("[[rules]]\npattern = 'wte'\nbits = 4\nweights = 'int4'", "unknown key 'bits'"),
         ("[[rules]]\npattern = 'h.*.mpl.*'\nweights = 'int4'", "matches no module; examples: wte"),
         ("[[rules]]\npattern = 'h.0.ln_1'\nweights = 'fp16'", "matches no module"),
+        (
+            "[[rules]]\npattern = '*'\nweights = 'int8'\n[[rules]]\npattern = 'wte'\nweights = 'int4'",
+            "'wte' never applies, earlier rules match all",
+        ),
         ("[[rules]\n", "recipe"),
         ("[rule]\n", "unknown key 'rule'"),
         ("\xff", "recipe"),

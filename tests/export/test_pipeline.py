@@ -12,6 +12,7 @@ import pytest
 
 from edgeqkv.artifact import read_artifact, write_manifest
 from edgeqkv.model_dir import save_model_dir
+from edgeqkv.tokenizer import byte_tokenizer
 from export.audit import audit_bundle
 from export.verify import verify_bundle
 from tests.variants import VARIANTS, random_decoder
@@ -96,6 +97,22 @@ def test_existing_output_is_refused_before_work_and_replaced_on_request(exported
     result = cli("export", model, "-b", "onnx", "-o", bundle.parent, check=1)
     assert "--overwrite" in result.stderr
     assert (bundle / "manifest.json").stat().st_mtime_ns == before
+
+
+def test_a_broken_tokenizer_is_refused_before_work(model, tmp_path, cli):
+    folder = shutil.copytree(model, tmp_path / "m")
+    (folder / "tokenizer.json").write_text("{}")
+    result = cli("export", folder, "-o", "out", "-b", "onnx", check=1)
+    (line,) = result.stderr.splitlines()
+    assert "tokenizer.json is not a readable tokenizer" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_below_a_file_is_refused_before_work(model, tmp_path, cli):
+    (tmp_path / "out").touch()
+    result = cli("export", model, "-o", "out", "-b", "onnx", check=1)
+    (line,) = result.stderr.splitlines()
+    assert "out is a file; the output is a folder" in line
 
 
 def test_dry_run_writes_nothing(model, tmp_path, cli):
@@ -208,7 +225,7 @@ def test_a_missing_sdk_names_the_pip_command(model, tmp_path):
 def test_the_tokenizer_travels_with_the_bundle(model, tmp_path, cli):
     copy = tmp_path / "with-tokenizer"
     shutil.copytree(model, copy)
-    (copy / "tokenizer.json").write_text("{}")
+    (copy / "tokenizer.json").write_text(byte_tokenizer().to_str(), "utf-8")
     cli("export", copy, "-b", "onnx", "-o", "out", "--no-verify", check=0)
     artifact = read_artifact(tmp_path / "out/onnx")
     assert "tokenizer.json" in artifact.files
