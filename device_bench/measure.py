@@ -18,7 +18,7 @@ from device_bench import memory
 from device_bench.cold import evict
 from device_bench.result import ColdStart, Memory, MemoryPoint, Samples, Snapshot
 from device_bench.workload import Workload
-from edgeqkv.artifact import Artifact, inside
+from edgeqkv.artifact import Artifact, file_entry, inside
 from edgeqkv.errors import RunError
 from edgeqkv.quiet import quiet
 from edgeqkv.runner import Runner, load_runner, runner_entry
@@ -95,7 +95,8 @@ def time_pass(artifact: Artifact, bundle: Path, workload: Workload) -> tuple[Sam
 def cold_pass(artifact: Artifact, bundle: Path, workload: Workload) -> ColdStart | None:
     """A start from the disk; None where the page cache keeps the bundle's files."""
     import_runtime(artifact, bundle)
-    if not evict([inside(bundle, name) for name in artifact.files]):
+    files = [inside(bundle, name) for name in artifact.files]
+    if not evict(files):
         return None
     start = _clock()
     runner = load_runner(artifact, bundle, threads=workload.n_threads)
@@ -103,6 +104,8 @@ def cold_pass(artifact: Artifact, bundle: Path, workload: Workload) -> ColdStart
     runner.prefill(workload.ids(artifact.model.used_tokens)[:1])
     found = ColdStart(loaded - start, _clock() - loaded)
     runner.close()
+    for path in files:
+        file_entry(path)  # reads all of it: the next process is to find the page cache as it was
     return found
 
 

@@ -177,8 +177,9 @@ class BenchResult:
     """One process of one configuration of one bundle: what ran, where, and everything measured.
     run_id names the sweep. status invalid: a measurement contradicts formula or declaration;
     failed: the configuration did not run to its end; reason says why. memory: of the first process
-    only. cold: of the bundle, taken once a sweep. quality: from an evaluation, else null. unstable: which limit of the conditions was still
-    broken after the last attempt; discarded: the samples of the attempts before it."""
+    only. cold: of the bundle, taken once a sweep. quality: from an evaluation, else null. unstable:
+    which limit of the conditions was still broken after the last attempt; discarded: the samples of
+    the attempts before it."""
 
     schema_version: int
     run_id: str

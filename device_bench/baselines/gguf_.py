@@ -200,7 +200,7 @@ class GgufRunner:
         return np.ctypeslib.as_array(found, (self.artifact.model.vocab_size,)).copy()
 
     def decode(self, token: int) -> NDArray[np.float32]:
-        return self.prefill(np.array([token], np.int64))
+        return self.prefill(np.array([token]))
 
     def cache_regions(self) -> list[tuple[int, int]] | None:
         """llama.cpp does not say where its cache is: told by its size, see malloc_chunks."""

@@ -111,7 +111,7 @@ class Qemu:
 
     def conditions(self, threads: int) -> conditions.Conditions:
         now = conditions.conditions(threads)
-        return dataclasses.replace(now, python=None, engine=self.engine)
+        return dataclasses.replace(now, cpu_model=self._cpu, python=None, engine=self.engine)
 
     def run(self, job: Mapping[str, Any], timeout_s: float | None) -> Any:
         return run_here(job, timeout_s, self._command)

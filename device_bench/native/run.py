@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -38,7 +37,7 @@ def run_here(job: Mapping[str, Any], timeout_s: float | None, start: Start) -> A
             raise JobFailed(str(e)) from None
         result = Path(folder, "result.json")
         # Runtimes write to their user's folders (ONNX Runtime makes ~/.cache): they are the job's.
-        env = {**os.environ, "HOME": folder, "TMPDIR": folder}
+        env = {"HOME": folder, "TMPDIR": folder}
         value = run_process(
             [*command, JOB, result.name], result, timeout_s=timeout_s, env=env, cwd=Path(folder)
         )

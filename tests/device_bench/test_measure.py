@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from device_bench import measure, memory
+from device_bench import cold, measure, memory
 from device_bench.self_test import MODEL, WORKSPACE_BYTES_PER_TOKEN, SelfTestRunner, write_bundle
 from device_bench.stats import theil_sen
 from device_bench.workload import Workload
@@ -78,6 +78,17 @@ def test_time_pass_keeps_every_sample(bundle):
     assert [len(r) for r in samples.repetitions] == [5, 5, 5]
     gaps = [b - a for r in samples.repetitions for a, b in itertools.pairwise(r)]
     assert min(gaps) >= 2e6 - 50_000
+
+
+@pytest.mark.skipif(not cold.supported, reason="no posix_fadvise here")
+def test_a_cold_start_leaves_the_files_in_the_page_cache(bundle):
+    """Else the next process, whose load is called warm, would read them from the disk."""
+    artifact, folder = bundle
+    found = measure.cold_pass(artifact, folder, Workload(0, 5, 8, 1, 3, 1, 0, 0))
+    if found is None:
+        pytest.skip("this file system is the page cache itself")
+    assert found.load_ns >= 300e6
+    assert all(cold.cached_pages(folder / name) for name in artifact.files)
 
 
 def test_what_does_not_fit_is_refused(bundle):
