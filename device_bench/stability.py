@@ -93,7 +93,9 @@ def warnings(results: Sequence[BenchResult], rows: Sequence[Row]) -> list[str]:
             f"(worst {_spread(worst):.0%}: {worst.backend} {worst.variant} {worst.layout})"
         )
     reasons = Counter(r.unstable for r in timed if r.unstable)
-    lines += [f"unstable, {count} processes: {why}" for why, count in reasons.items()]
+    lines += [
+        f"unstable, {count} process{'es' * (count > 1)}: {why}" for why, count in reasons.items()
+    ]
     return lines
 
 

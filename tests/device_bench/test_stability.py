@@ -66,7 +66,7 @@ def test_a_process_that_is_never_steady_is_run_three_times_and_marked(cli, tmp_p
     assert line.unstable.endswith("--max-cv is 0.0%")
     assert len(line.discarded) == 2
     assert len({s.repetitions for s in (*line.discarded, line.samples)}) == 3
-    assert "warning: unstable, 1 processes: repetitions vary by" in done.stdout
+    assert "warning: unstable, 1 process: repetitions vary by" in done.stdout
     if conditions.temperature_c() is None:
         refused = cli("bench", bundle, *flags, "--max-temp-c", "70", env=env, check=2)
         assert "lets nobody read its temperature" in refused.stderr
