@@ -1,4 +1,5 @@
-"""``edgeqkv compare -o report.html``: one self-contained page; the figures are in report_memory and report_speed.
+"""``edgeqkv compare -o report.html``: one self-contained page; the figures are in report_memory,
+report_speed and report_stack.
 
 Everything that comes out of a result file is text: the template escapes it, svg.py escapes it, and
 the page's own policy lets no script run but the one in the template, and nothing load.
@@ -15,9 +16,10 @@ from typing import Any
 
 from device_bench.compare import Comparison, devices, mixtures
 from device_bench.figures import Row, device_label, fold, one_per_bundle, read_bandwidth
-from device_bench.report_memory import by_context, memory_points, per_token, stack
-from device_bench.report_parts import Section, colours_of, count, times
+from device_bench.report_memory import by_context, memory_points, per_token
+from device_bench.report_parts import Section, colours_of, count, figure, listed, plural, times
 from device_bench.report_speed import quality, speed
+from device_bench.report_stack import stack
 from device_bench.result import BenchResult
 from device_bench.table import comparison_table, half_width, problems
 from edgeqkv.console import human_bytes
@@ -26,6 +28,14 @@ from edgeqkv.estimate import parse_bytes
 
 # Sizes to see a cache against where no --budget names a device.
 BUDGETS = (("32 MiB", 32 << 20), ("512 MiB", 512 << 20), ("2 GiB", 2 << 30))
+
+_NAMES = {
+    "coreml": "Core ML",
+    "executorch": "ExecuTorch",
+    "gguf": "llama.cpp",
+    "onnx": "ONNX Runtime",
+    "optimum": "Optimum",
+}
 
 WORTH_A_HEADLINE = 0.1  # of the figure: half of its 95 % interval at most
 
@@ -65,12 +75,14 @@ def report(
         for name in ("report.html.j2", "report.css", "report.js")
     )
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters |= {"lines": lambda n: plural(n, "line"), "figure": figure}
     rows = fold(results)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     drawn = sections(results, rows, budgets or BUDGETS)
     return environment.from_string(source).render(
         title=_title(rows),
-        headlines=headlines(rows),
+        setup=_setup(results, rows),
+        headlines=headlines(results, rows),
         sections=[{**vars(s), "svg": Markup(s.svg)} for s in drawn],
         baseline=_baseline(found, limit),
         doubts=problems(results),
@@ -92,43 +104,59 @@ def sections(
         per_token(rows, colours, points),
         by_context(results, rows, colours, budgets, points),
         speed(results, rows, colours),
-        stack(results, rows),
+        stack(results, rows, colours),
         quality(results, rows, colours),
     )
     return [section for section in made if section is not None]
 
 
 def _title(rows: Sequence[Row]) -> str:
-    backends = sorted({r.backend for r in rows})
-    return "Memory per token and latency on " + " and ".join(backends)
+    return "Memory per token" + " and latency" * any(r.decode_tok_s or r.ttft_ms for r in rows)
 
 
-def headlines(rows: Sequence[Row]) -> list[Headline]:
+def _setup(results: Sequence[BenchResult], rows: Sequence[Row]) -> str:
+    """``Core ML (interpreted) and ONNX Runtime on AMD EPYC, 2 CPUs, Linux x86_64``."""
+    ran = {r.backend: all(x.interpreted for x in rows if x.backend == r.backend) for r in rows}
+    engines = [_NAMES.get(b, b) + " (interpreted)" * mute for b, mute in sorted(ran.items())]
+    return f"{listed(engines)} on {'; '.join(sorted({device_label(r.device) for r in results}))}"
+
+
+def headlines(results: Sequence[BenchResult], rows: Sequence[Row]) -> list[Headline]:
     """Three numbers at most, each only where it was measured; names do not break at their hyphens."""
     found = []
-    bundles = one_per_bundle(rows)
-    measured = [r for r in bundles if r.formula and r.measured_cache is not None]
-    cached = sorted((r for r in measured if r.dtype == measured[0].dtype), key=lambda r: r.formula)
-    if cached and cached[-1].formula > cached[0].formula:
-        least, most = cached[0], cached[-1]
+    measured = [r for r in one_per_bundle(rows) if r.formula and r.measured_cache is not None]
+    if pair := _farthest(results, measured):
+        least, most = pair
         what = (
-            f"less cache: {count(least.formula)} B a token for {least.variant} {least.layout}, "
-            f"{count(most.formula)} for {most.variant} {most.layout}"
+            f"less cache: {count(least.formula)}\N{NO-BREAK SPACE}B a token for {least.variant} {least.layout}, "
+            f"{count(most.formula)}\N{NO-BREAK SPACE}B for {most.variant} {most.layout}"
         )
         found.append(Headline(times(most.formula / least.formula), what))
     if measured:
         agree = sum(r.status == "ok" for r in measured)
-        what = "bundles whose formula, declaration and measurement agree within 3 %"
+        what = "measured bundles: formula, declaration and measurement agree within 3 %"
         found.append(Headline(f"{agree} of {len(measured)}", what))
-    timed = [r for r in rows if not r.emulated and _repeats(r)]
-    if timed:
-        best = max(timed, key=lambda r: r.decode_tok_s or 0)
+    timed = [r for r in rows if r.decode_tok_s]
+    best = max(timed, key=lambda r: r.decode_tok_s or 0, default=None)
+    if best and _repeats(best):  # no other may be called the most: the true best may be any
         what = (
             f"tokens per second at most: {best.variant} {best.layout} on {best.backend}, "
-            f"depth {best.depth}, {best.threads} thread{'s' * (best.threads > 1)}"
+            f"depth {best.depth:,}, {plural(best.threads, 'thread')}"
         )
         found.append(Headline(count(best.decode_tok_s or 0), what))
     return [Headline(h.figure, h.what.replace("-", "\N{NON-BREAKING HYPHEN}")) for h in found]
+
+
+def _farthest(results: Sequence[BenchResult], rows: Sequence[Row]) -> tuple[Row, Row] | None:
+    """The least and the most cache of models of one size and cache dtype, where they differ most."""
+    specs = {r.artifact.sha256: r.model.spec for r in results}
+    alike: dict[tuple[object, ...], list[Row]] = {}
+    for r in sorted(rows, key=lambda r: r.formula):
+        s = specs[r.sha256]
+        size = (s.hidden_size, s.num_hidden_layers, s.num_attention_heads, s.vocab_size)
+        alike.setdefault((r.dtype, *size), []).append(r)
+    pairs = [(them[0], them[-1]) for them in alike.values() if them[0].formula < them[-1].formula]
+    return max(pairs, key=lambda pair: pair[1].formula / pair[0].formula, default=None)
 
 
 def _repeats(row: Row) -> bool:
@@ -158,17 +186,25 @@ def _facts(results: Sequence[BenchResult]) -> list[tuple[str, str]]:
         "memory": {human_bytes(m) for r in results if (m := r.device.memory_bytes)},
         "CPU features": {" ".join(r.device.features) for r in results if r.device.features},
         "read bandwidth": {
-            f"{b.bytes_per_s / 1e9:.1f} GB/s with {b.n_threads} thread{'s' * (b.n_threads > 1)}"
+            f"{b.bytes_per_s / 1e9:.1f} GB/s with {plural(b.n_threads, 'thread')} "
+            f"over {b.nbytes >> 20} MiB"
             for b in known
             if b.nbytes == largest
         },
         "governor": {r.conditions.governor or "not readable" for r in results},
         "power": {r.conditions.power or "not readable" for r in results},
         "load average": {f"{min(loads):.1f} to {max(loads):.1f}"} if loads else set(),
-        "measured": {f"{first} to {last}"},
-        "results": {f"{len(results)} processes, {len({r.run_id for r in results})} sweeps"},
+        "measured": {f"{_time(first)} to {_time(last)}"},
+        "results": {
+            f"{plural(len(results), 'process', 'processes')}, "
+            f"{plural(len({r.run_id for r in results}), 'sweep')}"
+        },
     }
     return [(name, "; ".join(sorted(values))) for name, values in rows.items() if values]
+
+
+def _time(iso: str) -> str:
+    return iso.replace("T", " ").replace("+00:00", " UTC")
 
 
 def _tools(results: Sequence[BenchResult]) -> list[tuple[str, str, str]]:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
 from html import escape
 
 from device_bench import svg
-from device_bench.compare import label, workload_label
+from device_bench.compare import workload_label
 from device_bench.figures import Row, one_per_bundle
-from device_bench.report_parts import Cells, Section, count, legend, marked
+from device_bench.report_parts import (
+    Cells,
+    Section,
+    count,
+    in_order,
+    legend,
+    line_legend,
+    marked,
+    names,
+    plural,
+)
 from device_bench.result import BenchResult
 from device_bench.svg import Axis, Mark, Series
+from device_bench.svg_rows import Dot, dots
 from device_bench.table import short
 from edgeqkv.console import human_bytes
 
@@ -23,40 +35,12 @@ def speed(
     timed = [r for r in rows if r.decode_tok_s is not None]
     if not timed:
         return None
-    limited = any(r.limit_tok_s for r in timed)
-    # Not the intervals: two processes can make one span decades. They are cut at the edge instead.
-    values = [v for r in timed for v in (r.decode_tok_s, r.limit_tok_s) if v]
-    deepest = max(r.depth for r in timed)
-    x = svg.linear_axis("tokens in the context before", 0, deepest or 1, count)
-    low, high = min(values) / 1.5, max(values) * 1.5
-    y = svg.log_axis("tokens per second, log scale", low, high, count)
-    panels = []
-    for key, group in itertools.groupby(
-        sorted(timed, key=_panel), key=lambda r: (r.backend, r.threads, r.device)
-    ):
-        series = []
-        members = list(group)
-        lines = {(r.sha256, r.n_prompt, r.n_gen): r for r in members}
-        for line, first in lines.items():
-            own = [r for r in members if (r.sha256, r.n_prompt, r.n_gen) == line]
-            own.sort(key=lambda r: r.depth)
-            css = colours[first.variant] + ("" if first.layout == "shared" else " separate")
-            style = "solid" if first.layout == "shared" else "dashed"
-            series.append(Series(label(first), css, [_speed_mark(r) for r in own], style))
-            bound = [
-                Mark(r.depth, r.limit_tok_s, f"limit of {label(r)}") for r in own if r.limit_tok_s
-            ]
-            series.append(Series("limit", css, bound, "dotted", dots=False))
-        backend, threads, device = key
-        heading = f"{backend}, {threads} thread{'s' * (threads > 1)}"
-        if len({r.device for r in timed}) > 1:
-            heading += f", {device}"
-        panels.append((heading + marked(members[0]), series))
-    drawn = "".join(
-        f"<h3>{escape(heading)}</h3>"
-        + svg.both(functools.partial(_speed_chart, heading, series, x, y))
-        for heading, series in panels
-    )
+    timed, axis = in_order(timed), _speed_axis(timed)
+    depths = sorted({r.depth for r in timed})
+    draw = _by_bundle if len(depths) == 1 else _by_depth
+    drawn, key = draw(timed, colours, axis)
+    ends = [end for r in timed for end in r.decode_ci95 or ()]
+    cut = any(end < axis.low or end > axis.high for end in ends)
     table: Cells = [
         [
             r.backend,
@@ -72,21 +56,21 @@ def speed(
             short(r.ttft_ms),
             human_bytes(r.step_bytes) if r.step_bytes else None,
             short(r.limit_tok_s),
-            f"{r.limit_share:.0%}" if r.limit_share else None,
+            f"{100 * r.limit_share:.0f} %" if r.limit_share else None,
         ]
         for r in timed
     ]
     return Section(
         key="decode-speed",
-        title="Decode speed against depth",
-        lede="Tokens per second, one sequence, by how much context came before.",
+        title="Decode speed" + " against depth" * (len(depths) > 1),
+        lede="Tokens per second, one sequence, "
+        + (
+            "by how much context came before."
+            if len(depths) > 1
+            else f"after {plural(depths[0], 'token')} of context."
+        ),
         svg=drawn,
-        legend=[
-            *legend(timed, colours),
-            ("", "solid", "one tensor per layer"),
-            ("", "dashed", "two"),
-            *([("", "dotted", "limit by read bandwidth")] if limited else []),
-        ],
+        legend=[*legend(timed, colours), *key],
         columns=[
             "backend",
             "variant",
@@ -94,14 +78,14 @@ def speed(
             "weights",
             "test",
             "decode tok/s",
-            "95 %",
+            "95 % interval",
             "processes",
             "ITL p50 ms",
-            "p95 ms",
+            "ITL p95 ms",
             "TTFT ms",
             "bytes a step reads",
             "limit tok/s",
-            "share",
+            "of the limit",
         ],
         rows=table,
         sample_columns=[
@@ -115,26 +99,91 @@ def speed(
             "ms between tokens",
         ],
         samples=_time_samples(results),
-        note="Whiskers are 95 % intervals over processes."
-        + " The dotted line is the speed at which a step would only read its weights and its cache."
-        * limited,
+        note="Whiskers are 95 % intervals over processes. " * bool(ends)
+        + "An arrow: the interval goes on beyond the figure. " * cut
+        + "Dotted is the limit, the speed at which a step would only read its weights and its cache."
+        * any(r.limit_tok_s for r in timed),
     )
+
+
+def _speed_axis(timed: Sequence[Row]) -> Axis:
+    """Speeds and limits; intervals too, but not where two processes make one span decades."""
+    values = [v for r in timed for v in (r.decode_tok_s, r.limit_tok_s) if v]
+    low, high = min(values), max(values)
+    ends = [end for r in timed for end in r.decode_ci95 or () if low / 3 < end < high * 3]
+    low, high = min([low, *ends]) / 1.2, max([high, *ends]) * 1.2
+    return svg.log_axis("tokens per second, log scale", low, high, count)
+
+
+Drawn = tuple[str, list[tuple[str, str, str]]]  # the figure, and what of its legend is not colours
+
+
+def _by_bundle(timed: Sequence[Row], colours: dict[str, str], axis: Axis) -> Drawn:
+    """One depth: a row for every bundle, test and thread count."""
+    called = names(timed)
+    tests = {r: workload_label(r) for r in timed}
+    rows = []
+    for r in timed:
+        value = f"{count(r.decode_tok_s or 0)} tok/s"
+        if r.decode_ci95:
+            value += f" ({_ends(r.decode_ci95)})"
+        value += f", limit {count(r.limit_tok_s)}" if r.limit_tok_s else ""
+        who = called[r] + f", {tests[r]}" * (len(set(tests.values())) > 1)
+        low, high = r.decode_ci95 or (None, None)
+        mark = Mark(r.decode_tok_s or 0, 0, f"{who}: {value}", low, high)
+        rows.append(Dot(who, value, colours[r.variant], mark, r.limit_tok_s))
+    key = [("", "solid", "95 % interval")] * any(r.decode_ci95 for r in timed)
+    key += [("", "bound", "limit by read bandwidth")] * any(r.limit_tok_s for r in timed)
+    return svg.both(lambda w: dots(rows, axis, w, label="Decode speed of every bundle")), key
+
+
+def _by_depth(timed: Sequence[Row], colours: dict[str, str], y: Axis) -> Drawn:
+    """A panel for whatever its lines cannot tell apart: they have a variant's colour and a layout's dash."""
+    x = svg.linear_axis("tokens in the context before", 0, max(r.depth for r in timed), count)
+    x = dataclasses.replace(x, low=-x.high / 25, high=x.high * 26 / 25)  # room for the shifts
+    called, several = names(timed), len({r.device for r in timed}) > 1
+    tests = {(r.n_prompt, r.n_gen) for r in timed}
+
+    def panel(r: Row) -> str:
+        known = [r.backend, f"{r.weights} weights" * (r.weights != "fp32")]
+        known += [f"{r.dtype} cache" * (r.dtype != "fp32"), r.driver * (r.driver != "python")]
+        test = workload_label(dataclasses.replace(r, depth=0))
+        known.append(test if len(tests) > 1 else plural(r.threads, "thread"))
+        return ", ".join([k for k in known if k] + [r.device] * several) + marked(r)
+
+    drawn, every = [], []
+    for heading, group in itertools.groupby(sorted(timed, key=panel), key=panel):
+        series: list[Series] = []
+        lines: dict[tuple[str, str], list[Row]] = {}
+        for r in group:
+            lines.setdefault((called[r], r.sha256), []).append(r)
+        for i, own in enumerate(lines.values()):
+            own.sort(key=lambda r: r.depth)
+            shift = 4 * (i - (len(lines) - 1) / 2)
+            css = colours[own[0].variant] + ("" if own[0].layout == "shared" else " separate")
+            style = "solid" if own[0].layout == "shared" else "dashed"
+            marks = [_speed_mark(r, called[r]) for r in own]
+            bound = [
+                Mark(r.depth, r.limit_tok_s, f"limit of {called[r]}") for r in own if r.limit_tok_s
+            ]
+            series.append(Series(called[own[0]], css, marks, style, shift=shift))
+            series.append(Series("limit", css, bound, "dotted", dots=False))
+        chart = functools.partial(_speed_chart, heading, series, x, y)
+        drawn.append(f"<h3>{escape(heading)}</h3>" + svg.both(chart))
+        every += series
+    return "".join(drawn), line_legend(every, "limit by read bandwidth")
 
 
 def _speed_chart(heading: str, series: Sequence[Series], x: Axis, y: Axis, width: int) -> str:
     return svg.chart(series, x, y, width, label=f"Decode speed by depth, {heading}")
 
 
-def _panel(r: Row) -> tuple[str, int, str]:
-    return (r.backend, r.threads, r.device)
-
-
-def _speed_mark(r: Row) -> Mark:
+def _speed_mark(r: Row, who: str) -> Mark:
     low, high = r.decode_ci95 or (None, None)
-    text = f"{label(r)}, depth {r.depth}: {count(r.decode_tok_s or 0)} tok/s"
-    if low is not None and high is not None:
-        text += f" ({count(low)} to {count(high)})"
-    return Mark(r.depth, r.decode_tok_s or 0, text + marked(r), low, high)
+    text = f"{who}, depth {r.depth:,}: {count(r.decode_tok_s or 0)} tok/s"
+    if r.decode_ci95:
+        text += f" ({_ends(r.decode_ci95)})"
+    return Mark(r.depth, r.decode_tok_s or 0, text, low, high)
 
 
 def _ends(ci95: tuple[float, float] | None) -> str | None:
@@ -161,13 +210,14 @@ def _time_samples(results: Sequence[BenchResult]) -> Cells:
 def quality(
     results: Sequence[BenchResult], rows: Sequence[Row], colours: dict[str, str]
 ) -> Section | None:
-    known = [r for r in one_per_bundle(rows) if r.perplexity is not None]
+    known = [r for r in one_per_bundle(rows) if r.perplexity is not None and r.formula]
     if not known:
         return None
+    called = names(known)
     groups: dict[str, list[Mark]] = {}
     for r in known:
         value, half = r.perplexity or 0, 1.96 * (r.perplexity_stderr or 0)
-        text = f"{label(r)}: perplexity {value:.4g}, {count(r.formula)} B per token"
+        text = f"{called[r]}: perplexity {value:.4g}, {count(r.formula)} B per token"
         groups.setdefault(r.variant, []).append(
             Mark(r.formula, value, text, value - half, value + half)
         )
@@ -195,7 +245,7 @@ def quality(
             r.dtype,
             r.formula,
             human_bytes(r.nbytes),
-            short(r.perplexity),
+            f"{r.perplexity:.2f}",
             short(r.perplexity_stderr),
         ]
         for r in known

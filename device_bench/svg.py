@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 WIDE, NARROW = 760, 340
-_TOP, _BOTTOM, _RIGHT = 14, 44, 14
+Point = tuple[float, float]
+_TOP, _BOTTOM, _RIGHT = 36, 44, 14
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,13 +30,15 @@ class Mark:
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """css: the class that gives the colour. line: solid, dashed, dotted, or none between marks."""
+    """css: the class that gives the colour. line: solid, dashed, dotted, or none between marks.
+    shift: pixels to the right, so that the intervals of several series at one x are told apart."""
 
     name: str
     css: str
     marks: Sequence[Mark]
     line: str = "solid"
     dots: bool = True
+    shift: float = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,18 +65,6 @@ class Rule:
     label: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Bar:
-    """label over the bar, value at its right end; parts: (size, css class, what pointing shows);
-    tick: where another figure says that the first part should end."""
-
-    label: str
-    value: str
-    parts: Sequence[tuple[float, str, str]]
-    tick: float | None = None
-    hollow: bool = False
-
-
 def both(draw: Callable[[int], str]) -> str:
     """A chart for a desktop and for a phone; CSS shows one."""
     return f'<div class="wide">{draw(WIDE)}</div><div class="narrow">{draw(NARROW)}</div>'
@@ -97,6 +88,8 @@ def log_axis(
     steps = (1, 2, 5) if base == 10 and last - first <= 3 else (1,)
     values = [m * float(base) ** e for e in range(first, last + 1) for m in steps]
     inside = [v for v in values if low / 1.001 <= v <= high * 1.001]
+    if len(inside) < 3:  # less than a decade: round steps say more
+        inside = [v for v, _ in linear_axis("", low, high, show).ticks if low <= v <= high]
     return Axis(title, low, high, [(v, show(v)) for v in inside], log=True)
 
 
@@ -111,60 +104,97 @@ def chart(
     rules: Sequence[Rule] = (),
 ) -> str:
     """Lines and points over two axes."""
-    left = 14 + 7 * max((len(t) for _, t in y.ticks), default=1)
-    x0, x1, y0, y1 = left, width - _RIGHT, height - _BOTTOM, _TOP + 14
-    out = [_text(0, 11, y.title, "axis")]
+    x0 = 10 + max((text_width(t, 12) for _, t in y.ticks), default=1)
+    x1, y0, y1 = width - _RIGHT, height - _BOTTOM, _TOP
+    out = [text(0, 11, y.title, "axis")]
     for value, name in y.ticks:
         at = y.place(value, y0, y1)
-        out.append(_line(x0, at, x1, at, "grid"))
-        out.append(_text(x0 - 6, at + 4, name, "tick", "end"))
-    for value, name in _thinned(x.ticks, lambda v: x.place(v, x0, x1)):
-        at = x.place(value, x0, x1)
-        out.append(_line(at, y0, at, y0 + 4, "stem"))
-        out.append(_text(at, y0 + 17, name, "tick", "middle"))
-    out.append(_text((x0 + x1) / 2, height - 6, x.title, "axis", "middle"))
-    for rule in rules:
+        out.append(line(x0, at, x1, at, "grid"))
+        out.append(text(x0 - 6, at + 4, name, "tick", "end"))
+    out += across(x, x0, x1, y0, width)
+    taken: list[tuple[float, float]] = []  # a rule's name goes right of one that is as high
+    for rule in sorted(rules, key=lambda r: r.y):
         at = y.place(rule.y, y0, y1)
-        out.append(_line(x0, at, x1, at, "rule"))
-        out.append(_text(x0 + 5, at - 5, rule.label, "rule-name"))
+        start = max([x0 + 5, *(end + 12 for other, end in taken if abs(other - at) < 15)])
+        name = fitted(rule.label, x1 - start, 11.5)
+        taken.append((at, start + text_width(name, 11.5)))
+        out.append(line(x0, at, x1, at, "rule"))
+        out.append(text(start, at - 5, name, "rule-name"))
     for each in series:
-        points = [(x.place(m.x, x0, x1), y.place(m.y, y0, y1), m) for m in each.marks]
+        points = [(x.place(m.x, x0, x1) + each.shift, y.place(m.y, y0, y1), m) for m in each.marks]
         out.append(f'<g class="{escape(each.css)}">')
         if each.line != "none" and len(points) > 1:
             path = " ".join(f"{px:.1f},{py:.1f}" for px, py, _ in points)
             out.append(f'<polyline class="mark {each.line}" points="{path}"/>')
+        if each.line != "none" and len(points) == 1 and not each.dots:  # a line of one point
+            ((px, py, mark),) = points
+            ends = f"{px - 14:.1f},{py:.1f} {px + 14:.1f},{py:.1f}"
+            shape = f'<polyline class="mark {each.line}" points="{ends}">'
+            out.append(f"{shape}{title(mark.text)}</polyline>")
         for px, py, mark in points if each.dots else []:
-            out.append("<g>" + _title(mark.text))
-            if mark.low is not None and mark.high is not None:
-                ends = (y.place(v, y0, y1) for v in (mark.low, mark.high))
-                out.append(_line(px, next(ends), px, next(ends), "mark whisker"))
+            out.append("<g>" + title(mark.text))
+            out += whisker(mark, y, y0, y1, px, upright=True)
             out.append(f'<circle class="mark dot" cx="{px:.1f}" cy="{py:.1f}" r="4"/></g>')
         out.append("</g>")
-    return _svg(width, height, label, out)
+    return svg(width, height, label, out)
 
 
-def bars(rows: Sequence[Bar], width: int, *, label: str) -> str:
-    """One horizontal bar under the other, all on one scale from zero."""
-    most = max((max(sum(p[0] for p in r.parts), r.tick or 0) for r in rows), default=0) or 1
-    out, pitch, thick = [], 46, 13
-    for i, row in enumerate(rows):
-        top = i * pitch
-        out.append(_text(0, top + 13, row.label, "name"))
-        out.append(_text(width, top + 13, row.value, "value", "end"))
-        out.append(f'<rect class="track" x="0" y="{top + 20}" width="{width}" height="{thick}"/>')
-        at = 0.0
-        for size, css, title in row.parts:
-            wide = max(0.0, size) / most * width
-            shape = f'x="{at:.1f}" y="{top + 20}" width="{wide:.1f}" height="{thick}"'
-            kind = "mark bar hollow" if row.hollow else "mark bar"
-            out.append(
-                f'<g class="{escape(css)}"><rect class="{kind}" {shape}>{_title(title)}</rect></g>'
-            )
-            at += wide
-        if row.tick is not None:
-            tick = min(width - 1.0, row.tick / most * width)
-            out.append(_line(tick, top + 16, tick, top + 20 + thick + 4, "formula"))
-    return _svg(width, max(1, len(rows)) * pitch, label, out)
+def whisker(
+    mark: Mark, axis: Axis, start: float, end: float, at: float, *, upright: bool
+) -> list[str]:
+    """The interval of a mark that lies at the pixel ``at`` across the axis. An end that the axis does
+    not reach is an arrow."""
+
+    def turn(along: float, off: float) -> Point:
+        return (at + off, along) if upright else (along, at + off)
+
+    if mark.low is None or mark.high is None:
+        return []
+    ends = [axis.place(v, start, end) for v in (mark.low, mark.high)]
+    out = [line(*turn(ends[0], 0), *turn(ends[1], 0), "mark whisker")]
+    ahead = 6 if end > start else -6
+    for tip, cut, way in (
+        (ends[0], mark.low < axis.low, -ahead),
+        (ends[1], mark.high > axis.high, ahead),
+    ):
+        if cut:
+            corners = [turn(tip + way, 0), turn(tip - way / 3, -4), turn(tip - way / 3, 4)]
+            path = " ".join(f"{a:.1f},{b:.1f}" for a, b in corners)
+            out.append(f'<polygon class="mark cut" points="{path}"/>')
+        else:
+            out.append(line(*turn(tip, -3), *turn(tip, 3), "mark whisker"))
+    return out
+
+
+def across(axis: Axis, x0: float, x1: float, top: float, width: int) -> list[str]:
+    """An axis under a chart: stems, names and title. Names keep inside the width."""
+    out = []
+    for value, name in _thinned(axis.ticks, lambda v: axis.place(v, x0, x1)):
+        at, half = axis.place(value, x0, x1), text_width(name, 12) / 2
+        out.append(line(at, top, at, top + 4, "stem"))
+        out.append(text(min(max(at, half), width - half), top + 17, name, "tick", "middle"))
+    out.append(text((x0 + x1) / 2, top + 38, axis.title, "axis", "middle"))
+    return out
+
+
+def text_width(words: str, size: float, *, bold: bool = False) -> float:
+    """Pixels that a text takes at most: the advances of DejaVu Sans, of common fonts the widest."""
+    return sum(_advance(c) for c in words) * size * (1.1 if bold else 1)
+
+
+def fitted(words: str, width: float, size: float) -> str:
+    """What of a text has room, with an ellipsis where that is not all; empty where nothing has."""
+    if text_width(words, size) <= width:
+        return words
+    kept = itertools.accumulate(map(_advance, words))
+    n = sum((so_far + _advance("@")) * size <= width for so_far in kept)
+    return words[:n].rstrip() + "\N{HORIZONTAL ELLIPSIS}" if n else ""
+
+
+def _advance(c: str) -> float:
+    if c in " .,:;'|!()[]/-ijltfrI\N{NON-BREAKING HYPHEN}":
+        return 0.42
+    return 1.0 if c in "mwMWQ@%" or ord(c) > 0x2E7F else 0.84 if c in "=+<>±" else 0.68
 
 
 def _thinned(
@@ -175,26 +205,26 @@ def _thinned(
         kept = ticks[::step]
         pairs = itertools.pairwise(kept)
         if all(
-            place(b) - place(a) > 3.6 * (len(name) + len(after)) + 8
+            place(b) - place(a) > (text_width(name, 12) + text_width(after, 12)) / 2 + 8
             for (a, name), (b, after) in pairs
         ):
             return kept
     return ticks[:1]
 
 
-def _svg(width: int, height: int, label: str, parts: Sequence[str]) -> str:
+def svg(width: int, height: int, label: str, parts: Sequence[str]) -> str:
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     return f'<svg {size} role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
 
 
-def _text(x: float, y: float, text: str, css: str, anchor: str = "start") -> str:
+def text(x: float, y: float, words: str, css: str, anchor: str = "start") -> str:
     where = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
-    return f'<text class="{css}" {where}>{escape(text)}</text>'
+    return f'<text class="{css}" {where}>{escape(words)}</text>'
 
 
-def _line(x0: float, y0: float, x1: float, y1: float, css: str) -> str:
+def line(x0: float, y0: float, x1: float, y1: float, css: str) -> str:
     return f'<line class="{css}" x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}"/>'
 
 
-def _title(text: str) -> str:
-    return f"<title>{escape(text)}</title>"
+def title(words: str) -> str:
+    return f"<title>{escape(words)}</title>"
