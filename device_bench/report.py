@@ -17,7 +17,16 @@ from typing import Any
 from device_bench.compare import Comparison, devices, mixtures
 from device_bench.figures import Row, device_label, fold, one_per_bundle, read_bandwidth
 from device_bench.report_memory import by_context, memory_points, per_token
-from device_bench.report_parts import Section, colours_of, count, figure, listed, plural, times
+from device_bench.report_parts import (
+    Cells,
+    Section,
+    colours_of,
+    count,
+    figure,
+    listed,
+    plural,
+    times,
+)
 from device_bench.report_speed import quality, speed
 from device_bench.report_stack import stack
 from device_bench.result import BenchResult
@@ -75,7 +84,7 @@ def report(
         for name in ("report.html.j2", "report.css", "report.js")
     )
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters |= {"lines": lambda n: plural(n, "line"), "figure": figure}
+    environment.filters |= {"lines": lambda n: plural(n, "line"), "figure": figure, "sides": _sides}
     rows = fold(results)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     drawn = sections(results, rows, budgets or BUDGETS)
@@ -205,6 +214,12 @@ def _facts(results: Sequence[BenchResult]) -> list[tuple[str, str]]:
 
 def _time(iso: str) -> str:
     return iso.replace("T", " ").replace("+00:00", " UTC")
+
+
+def _sides(rows: Cells, columns: int) -> list[str]:
+    """The class of each column: ``n``, to the right, where the first cell that is known is a number."""
+    first = [next((row[i] for row in rows if row[i] not in (None, "")), "") for i in range(columns)]
+    return ["n" if isinstance(x, int | float) or str(x)[:1].isdigit() else "" for x in first]
 
 
 def _tools(results: Sequence[BenchResult]) -> list[tuple[str, str, str]]:

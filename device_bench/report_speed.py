@@ -68,6 +68,8 @@ def speed(
             "by how much context came before."
             if len(depths) > 1
             else f"after {plural(depths[0], 'token')} of context."
+            if depths[0]
+            else "from the first token on."
         ),
         svg=drawn,
         legend=[*legend(timed, colours), *key],
@@ -250,12 +252,15 @@ def quality(
         ]
         for r in known
     ]
-    seen: dict[str, list[object]] = {}
-    for result in results:
-        if result.quality:
-            who = f"{result.artifact.backend} {result.model.label} {result.cache.layout}"
-            seen[result.artifact.sha256] = [who, *(str(v) for v in result.quality.values())]
-    keys = next(list(r.quality) for r in results if r.quality)
+    judged = {r.artifact.sha256: r for r in results if r.quality}
+    keys = list(dict.fromkeys(key for r in judged.values() for key in r.quality or ()))
+    seen: Cells = [
+        [
+            f"{r.artifact.backend} {r.model.label} {r.cache.layout}",
+            *(str(v) if (v := (r.quality or {}).get(key)) is not None else None for key in keys),
+        ]
+        for r in judged.values()
+    ]
     return Section(
         key="quality",
         title="Quality against bytes",
@@ -275,7 +280,7 @@ def quality(
         ],
         rows=table,
         sample_columns=["bundle", *keys],
-        samples=list(seen.values()),
+        samples=seen,
         note="From edgeqkv eval over each bundle's own decode path. Whiskers are 95 % of the text's "
         "own variation, most of which all variants share.",
     )
