@@ -17,7 +17,10 @@ def check_suffix(path: Path, allowed: Sequence[str]) -> None:
     if path.suffix not in allowed:
         raise UsageError(f"-o is {path}; it must end in {', '.join(allowed)}")
     if path.is_dir():
-        raise UsageError(f"-o is {path}, which is a folder")
+        raise UsageError(f"-o is {path}, which is a folder; name a file in it")
+    for parent in path.parents:
+        if parent.exists() and not parent.is_dir():
+            raise UsageError(f"-o is {path}, but {parent} is a file; choose another folder")
 
 
 def render(results: Sequence[BenchResult], suffix: str) -> str:

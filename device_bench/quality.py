@@ -20,9 +20,11 @@ def read_quality(path: Path) -> Mapping[str, Any] | None:
     Raises:
         SpecError: an evaluation of a model, not of a bundle, or one without a perplexity.
     """
+    if path.exists() and not path.is_file():  # a pipe would wait forever
+        raise SpecError(f"{path} is no file; give the RESULTS.jsonl that `edgeqkv bench -o` wrote")
     try:
         data = json.loads(path.read_bytes())
-    except (UnicodeDecodeError, json.JSONDecodeError):
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         return None
     if not isinstance(data, dict) or "schema_version" in data or "perplexity" not in data:
         return None

@@ -231,6 +231,9 @@ def schema() -> dict[str, Any]:
     return {**about, **found}
 
 
+_GIVE = "give the RESULTS.jsonl that `edgeqkv bench -o` wrote"
+
+
 def read_results(path: Path) -> tuple[list[BenchResult], str | None]:
     """(results, warning). A last line cut short by a kill is left out, and the warning says so.
 
@@ -244,16 +247,16 @@ def read_results(path: Path) -> tuple[list[BenchResult], str | None]:
             continue
         try:
             data = json.loads(line)
-        except (UnicodeDecodeError, json.JSONDecodeError):
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
             if results and number == len(lines):
                 return results, f"{path}: line {number} was cut short (a killed run?); skipped"
-            raise SpecError(f"{path}: line {number} is not JSON; expected bench results") from None
+            raise SpecError(f"{path}: line {number} is not JSON; {_GIVE}") from None
         try:
             results.append(BenchResult.from_dict(data))
         except SpecError as e:
-            raise SpecError(f"{path}: line {number}: {e}") from None
+            raise SpecError(f"{path}: line {number}: {e}; {_GIVE}") from None
     if not results:
-        raise SpecError(f"{path} holds no results")
+        raise SpecError(f"{path} holds no results; {_GIVE}")
     return results, None
 
 

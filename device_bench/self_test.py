@@ -23,7 +23,7 @@ from device_bench.result import BenchResult
 from device_bench.stats import percentile
 from edgeqkv.artifact import MANIFEST, Artifact, file_entry
 from edgeqkv.cache import cache_spec
-from edgeqkv.runner import check_tokens
+from edgeqkv.runner import check_tokens, shut
 from edgeqkv.spec import ModelSpec
 
 BACKEND = "self-test"
@@ -135,7 +135,7 @@ class SelfTestRunner:
         return [(self._rows.ctypes.data, self._rows.nbytes)]
 
     def close(self) -> None:
-        del self._rows, self._workspace
+        shut(self, "_rows", "_workspace")
         for each in self._maps:
             each.close()
 

@@ -26,6 +26,8 @@ MANIFEST = "manifest.json"
 GOLDEN = "golden.safetensors"
 TOKENIZER = "tokenizer.json"
 CACHE_MODES = ("growing", "static", "none")
+AGAIN = "export it again"
+MAKE_ONE = "give a bundle, which `edgeqkv export MODEL_DIR -o OUT` writes as OUT/<backend>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,10 +110,12 @@ def inside(bundle: Path, name: str) -> Path:
     """The path of a file the manifest names; refuses absolute paths, ``..`` and links out of the bundle."""
     pure = PurePosixPath(name)
     if not name or pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name:
-        raise BundleError(f"{bundle}: manifest names {name!r}, which is outside the bundle")
+        raise BundleError(
+            f"{bundle}: manifest names {name!r}, which is outside the bundle; {AGAIN}"
+        )
     path = bundle / pure
     if not path.resolve().is_relative_to(bundle.resolve()):
-        raise BundleError(f"{bundle}: {name!r} is a link out of the bundle")
+        raise BundleError(f"{bundle}: {name!r} is a link out of the bundle; {AGAIN}")
     return path
 
 
@@ -122,18 +126,20 @@ def read_artifact(bundle: Path, *, check_sha256: bool = True) -> Artifact:
         BundleError: no manifest, an unknown schema version, a missing, altered or foreign file.
     """
     path = bundle / MANIFEST
+    if not bundle.exists():
+        raise BundleError(f"{bundle} does not exist; {MAKE_ONE}")
     try:
         data = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
-        raise BundleError(f"{bundle} is not a bundle: it has no {MANIFEST}") from None
+        raise BundleError(f"{bundle} is not a bundle: it has no {MANIFEST}; {MAKE_ONE}") from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
         raise BundleError(f"{path} is not valid JSON: {e}; export the bundle again") from None
     except NotADirectoryError:
-        raise BundleError(f"{bundle} is not a bundle folder") from None
+        raise BundleError(f"{bundle} is not a bundle: it is a file; {MAKE_ONE}") from None
     try:
         artifact = _from_dict(data)
     except SpecError as e:
-        raise BundleError(f"{path}: {e}") from None
+        raise BundleError(f"{path}: {e}; export the bundle again") from None
     for name, entry in artifact.files.items():
         _check_file(bundle, name, entry, check_sha256)
     inside(bundle, artifact.entry)
@@ -212,7 +218,7 @@ def read_golden(bundle: Path) -> Golden:
     try:
         return Golden(**load_file(bundle / GOLDEN))
     except (SafetensorError, TypeError, OSError) as e:
-        raise BundleError(f"{bundle / GOLDEN} cannot be read: {e}") from None
+        raise BundleError(f"{bundle / GOLDEN} cannot be read: {e}; {AGAIN}") from None
 
 
 def write_golden(bundle: Path, golden: Golden) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import signal
 import sys
 import traceback
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
+from typer.exceptions import TyperException
 
 from edgeqkv import __version__
-from edgeqkv.errors import EXIT_ERROR, EXIT_INTERRUPTED, EdgeQKVError
+from edgeqkv.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_USAGE, EdgeQKVError
 
 # The order of `edgeqkv --help`: the order in which the main job uses them. Plug-ins follow.
 ORDER = (
@@ -31,8 +35,17 @@ ORDER = (
     "device",
 )
 
-
-ALONE = ("devices",)  # run without arguments, where the others then show their help
+# What to do about an error of the operating system that nobody foresaw.
+HINTS = {
+    errno.ENOENT: "give a path that exists",
+    errno.ENOTDIR: "a part of this path is a file; give another",
+    errno.EISDIR: "it is a folder; give a file",
+    errno.EACCES: "change its permissions or give another path",
+    errno.EROFS: "give a path that can be written",
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.ELOOP: "its links lead nowhere; give the real path",
+    errno.ENOSPC: "free some space and run again",
+}
 
 
 class Commands(TyperGroup):
@@ -50,7 +63,7 @@ class Commands(TyperGroup):
         if entry is None:
             return None
         single = typer.Typer(add_completion=False)
-        single.command(name=cmd_name, no_args_is_help=cmd_name not in ALONE)(entry.load())
+        single.command(name=cmd_name)(entry.load())
         command = typer.main.get_command(single)
         command.name = cmd_name
         return command
@@ -60,7 +73,7 @@ app = typer.Typer(
     cls=Commands,
     add_completion=False,
     pretty_exceptions_enable=False,
-    no_args_is_help=True,
+    invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -73,35 +86,108 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def options(
+    ctx: typer.Context,
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True),
 ) -> None:
     """Take a trained one-cache-tensor transformer to ONNX Runtime, ExecuTorch and Core ML.
 
     Example: edgeqkv export MODEL_DIR -b onnx,executorch,coreml -o OUT
     """
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
 
 
 def main() -> None:
     """Entry point: every error a user can cause ends as one line on stderr and an exit status."""
+    _make_streams()
     try:
-        app()
+        with _stopped_as_by_ctrl_c() as signals:
+            status = app(prog_name="edgeqkv", standalone_mode=False)
+            sys.stdout.flush()
     except KeyboardInterrupt:
-        _fail("interrupted", EXIT_INTERRUPTED)
+        status = EXIT_INTERRUPTED
+    except TyperException as e:
+        _fail(_usage(e), EXIT_USAGE)
     except EdgeQKVError as e:
         _fail(str(e), e.exit_code)
     except OSError as e:
-        where = f"{e.filename}: " if e.filename else ""
-        hint = "; free some space and run again" if e.errno == errno.ENOSPC else ""
-        _fail(f"{where}{e.strerror or e}{hint}")
+        _fail(_os_error(e))
     except MemoryError:
         _fail("out of memory; use a smaller model or --max-context")
     except Exception as e:  # a bug of ours or of an SDK: still one line, the rest on request
         first = (str(e).strip().splitlines() or ["no message"])[0][:300]
         _fail(f"unexpected {type(e).__name__}: {first} (EDGEQKV_TRACEBACK=1 shows where)")
+    if signals:
+        _fail(f"stopped by {signals[0].name}", 128 + signals[0])
+    if status == EXIT_INTERRUPTED:
+        _fail("interrupted", status)
+    sys.exit(status)
+
+
+def _make_streams() -> None:
+    """Whatever the caller left open: three descriptors, and no name that cannot be printed."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
+        setattr(sys, name, stream)
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+@contextlib.contextmanager
+def _stopped_as_by_ctrl_c() -> Iterator[list[signal.Signals]]:
+    """SIGTERM and a closed terminal unwind as Ctrl-C does: children end, nothing half-written stays.
+
+    The yielded list holds what came.
+    """
+    seen: list[signal.Signals] = []
+
+    def stop(number: int, frame: Any) -> None:
+        seen.append(signal.Signals(number))
+        raise KeyboardInterrupt
+
+    numbers = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    usual = {n: signal.signal(n, stop) for n in numbers if signal.getsignal(n) is signal.SIG_DFL}
+    try:
+        yield seen
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
+
+def _usage(e: TyperException) -> str:
+    """``edgeqkv export: missing argument MODEL_DIR; see edgeqkv export --help``."""
+    ctx, param = getattr(e, "ctx", None), getattr(e, "param", None)
+    word = next((a for a in sys.argv[1:] if not a.startswith("-")), "")
+    command = ctx.command_path if ctx is not None else f"edgeqkv {word}"
+    what = e.format_message()
+    if param is not None:
+        is_option = param.param_type_name == "option"
+        name = "/".join(param.opts) if is_option else param.metavar or param.name.upper()
+        what = f"missing {param.param_type_name} {name}"
+        if e.message:
+            found = [error["input"] for error in getattr(e.__cause__, "errors", list)()]
+            what = name + (f" is {found[0]!r}" if found else "") + f": {e.message}"
+            what = what.replace("Input should be", "it should be")
+    what = " ".join(what.split()).rstrip(".")
+    return f"{command}: {what[:1].lower()}{what[1:]}; see {command} --help"
+
+
+def _os_error(e: OSError) -> str:
+    where = f"{e.filename}: " if e.filename else ""
+    hint = HINTS.get(e.errno or 0)
+    return f"{where}{e.strerror or e}" + (f"; {hint}" if hint else "")
 
 
 def _fail(message: str, status: int = EXIT_ERROR) -> None:
     if os.environ.get("EDGEQKV_TRACEBACK"):
         traceback.print_exc()
-    print("error: " + " ".join(message.split("\n")), file=sys.stderr)
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.splitlines()))
+    print(f"error: {line}", file=sys.stderr)
     sys.exit(status)

@@ -11,6 +11,7 @@ from edgeqkv.spec import ModelSpec
 
 CONFIG = "config.json"
 MODEL_TYPE = "edgeqkv"
+MAKE_ONE = "give a MODEL_DIR, which `edgeqkv import SRC -o MODEL_DIR` writes"
 # Keys of config.json beside ModelSpec's: Hugging Face's discriminator and where the model came from.
 _OWN_KEYS = ("model_type", "architectures", "provenance")
 
@@ -24,10 +25,14 @@ def read_config(folder: Path) -> tuple[ModelSpec, dict[str, Any]]:
     path = folder / CONFIG
     try:
         config = json.loads(path.read_text("utf-8"))
+    except NotADirectoryError:
+        raise CheckpointError(f"{folder} is not a MODEL_DIR: it is a file; {MAKE_ONE}") from None
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} is not a MODEL_DIR: it has no {CONFIG}") from None
+        raise CheckpointError(
+            f"{folder} is not a MODEL_DIR: it has no {CONFIG}; {MAKE_ONE}"
+        ) from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
-        raise CheckpointError(f"{path} is not valid JSON: {e}") from None
+        raise CheckpointError(f"{path} is not valid JSON: {e}; {MAKE_ONE}") from None
     if not isinstance(config, dict) or config.get("model_type") != MODEL_TYPE:
         found = config.get("model_type") if isinstance(config, dict) else type(config).__name__
         raise CheckpointError(

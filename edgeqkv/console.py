@@ -44,10 +44,11 @@ def note(message: str) -> None:
 
 
 @contextlib.contextmanager
-def progress(total: int, what: str) -> Iterator[Callable[[str], None]]:
+def progress(total: int, what: str, *, ahead: bool = False) -> Iterator[Callable[[str], None]]:
     """A bar on stderr. Call the yielded function with what was just finished.
 
-    On a pipe it prints one line per step instead of a bar.
+    On a pipe it prints one line per step instead of a bar. ``ahead``: call it with what begins
+    now, for steps that differ and take long: the bar then names what it is that takes so long.
     """
     if not sys.stderr.isatty():
         done = 0
@@ -66,7 +67,7 @@ def progress(total: int, what: str) -> Iterator[Callable[[str], None]]:
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(what, total=total, completed=-ahead)
 
         def advance(step: str) -> None:
             bar.update(task, advance=1, description=f"{what}: {step}")

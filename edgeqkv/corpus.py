@@ -6,17 +6,30 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from edgeqkv.errors import UsageError
+from edgeqkv.errors import CheckpointError, TextError, UsageError
 from edgeqkv.tokenizer import TOKENIZER, load_tokenizer
 
 HELD_OUT = 0.05
 
 
 def read_text(path: Path) -> str:
+    """The whole of a UTF-8 text file.
+
+    Raises:
+        TextError: no file, empty, or not UTF-8.
+    """
+    if not path.is_file():
+        found = "is no file" if path.exists() else "does not exist"
+        raise TextError(f"text {path} {found}; give a UTF-8 text file")
     try:
-        return path.read_text("utf-8")
+        text = path.read_text("utf-8")
     except UnicodeDecodeError as e:
-        raise UsageError(f"{path} is not UTF-8 text: {e.reason} at byte {e.start}") from None
+        raise TextError(
+            f"text {path} is not UTF-8: {e.reason} at byte {e.start}; save it as UTF-8"
+        ) from None
+    if not text:
+        raise TextError(f"text {path} is empty; give a longer one")
+    return text
 
 
 def train_tokenizer(text: str, vocab_size: int) -> Tokenizer:
@@ -34,26 +47,29 @@ def train_tokenizer(text: str, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def encode_file(path: Path, folder: Path, used: int, tokenizer: str | None = None) -> list[int]:
+def encode_file(
+    path: Path, folder: Path, used: int, tokenizer: str | None = None, *, least: int = 2
+) -> list[int]:
     """Token ids of a text file by ``tokenizer`` or, when None, the one in ``folder``.
 
     Raises:
-        UsageError: no such text, no tokenizer, or one with ids that the model does not have.
-        CheckpointError: the tokenizer is damaged.
+        TextError: as :func:`read_text`, or it has fewer than ``least`` tokens.
+        CheckpointError: no tokenizer, a damaged one, or one with ids that the model does not have.
     """
-    if not path.is_file():
-        raise UsageError(f"text {path} does not exist or is no file")
+    text = read_text(path)
     if tokenizer is None and not (folder / TOKENIZER).is_file():
-        raise UsageError(
+        raise CheckpointError(
             f"{folder} has no {TOKENIZER}, so text means nothing to it; give a tokenizer with "
             "--tokenizer byte|FILE|DIR (of `edgeqkv import` to keep it)"
         )
-    codec = load_tokenizer(tokenizer or str(folder / TOKENIZER))
-    ids: list[int] = codec.encode(read_text(path), add_special_tokens=False).ids
-    if ids and max(ids) >= used:
-        raise UsageError(
-            f"the tokenizer gives id {max(ids)}, the model has {used} tokens; they do not belong "
-            "together"
+    codec = load_tokenizer(str(folder / TOKENIZER) if tokenizer is None else tokenizer)
+    ids: list[int] = codec.encode(text, add_special_tokens=False).ids
+    if len(ids) < least:
+        raise TextError(f"text {path} has {len(ids)} tokens, needed: {least}; give a longer one")
+    if max(ids) >= used:
+        raise CheckpointError(
+            f"tokenizer {tokenizer or folder / TOKENIZER} gives id {max(ids)}, {folder} has {used} "
+            "tokens; give the tokenizer that the model was trained with"
         )
     return ids
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-EXIT_ERROR = 1  # bad input, missing SDK, full disk: anything without a status of its own
-EXIT_USAGE = 2  # wrong flags or values (click's own status)
+import contextlib
+from collections.abc import Iterator
+
+# A file, folder or text that is missing or malformed, a missing SDK, a full disk: all without a
+# status of its own.
+EXIT_ERROR = 1
+# The command line: a flag that is missing, unknown or contradicts another, or whose value is not
+# allowed, be it for this model.
+EXIT_USAGE = 2
 EXIT_MISMATCH = 4  # an artifact does not compute, or is not, what it claims
 EXIT_INVALID = 5  # a measurement contradicts formula or declaration
 EXIT_REGRESSION = 6  # compare found a regression
-EXIT_INTERRUPTED = 130
+EXIT_INTERRUPTED = 130  # by Ctrl-C; 128 + its number by another signal (143: SIGTERM)
 
 
 class EdgeQKVError(Exception):
@@ -22,6 +29,10 @@ class SpecError(EdgeQKVError):
 
 class CheckpointError(EdgeQKVError):
     """A checkpoint that is damaged, hostile, ambiguous or of the wrong shape."""
+
+
+class TextError(EdgeQKVError):
+    """A text file that is missing, no UTF-8 or too short."""
 
 
 class BundleError(EdgeQKVError):
@@ -50,3 +61,13 @@ class UsageError(EdgeQKVError):
     """A flag value that makes no sense."""
 
     exit_code = EXIT_USAGE
+
+
+@contextlib.contextmanager
+def of_flag(flag: str) -> Iterator[None]:
+    """What the block refuses was given by a flag: the message names it, the status is EXIT_USAGE."""
+    try:
+        yield
+    except (SpecError, UnsupportedError, UsageError) as e:
+        named = str(e).startswith("--")
+        raise UsageError(str(e) if named else f"{flag}: {e}") from None

@@ -87,8 +87,8 @@ def estimate(
     """
     if weights not in WEIGHT_BYTES:
         raise UsageError(f"--weights is {weights!r}; allowed: {', '.join(WEIGHT_BYTES)}")
-    if bad := [c for c in contexts if c < 1]:
-        raise UsageError(f"--context is {bad[0]}; it must be 1 or more")
+    if bad := [c for c in contexts if not 0 < c < 2**31]:
+        raise UsageError(f"--context is {bad[0]}; allowed: 1 to {2**31 - 1}")
     baseline = dataclasses.replace(
         shape, qkv_sharing="none", num_key_value_heads=shape.num_attention_heads
     )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeqkv.errors import UsageError
+from edgeqkv.errors import TextError
 from edgeqkv.runner import Runner
 
 # Token losses are correlated; means of blocks this long are taken as independent of each other.
@@ -54,10 +54,10 @@ def windows(ids: NDArray[np.int64], context: int, tokens: int | None = None) -> 
     """The first ``tokens`` predictions (None: all) of a text.
 
     Raises:
-        UsageError: the text has fewer than two tokens.
+        TextError: the text has fewer than two tokens.
     """
     if len(ids) < 2:
-        raise UsageError(f"the text has {len(ids)} tokens; at least 2 are needed")
+        raise TextError(f"the text has {len(ids)} tokens, needed: 2; give a longer one")
     ids = ids[: None if tokens is None else tokens + 1]
     return Windows(ids[:-1], ids[1:], context)
 

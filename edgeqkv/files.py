@@ -6,14 +6,13 @@ import contextlib
 import os
 import re
 import shutil
-import signal
 import tempfile
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from edgeqkv.errors import EdgeQKVError
+from edgeqkv.interrupts import heard
 
 
 def refuse_existing(target: Path, overwrite: bool) -> None:
@@ -23,12 +22,16 @@ def refuse_existing(target: Path, overwrite: bool) -> None:
         EdgeQKVError: ``target`` exists and ``overwrite`` is false, or it is not a folder.
     """
     for path in (target, *target.parents):
+        if path.is_symlink() and not path.exists():
+            raise EdgeQKVError(f"{path} is a link that leads nowhere; choose another output")
         if path.exists():
             if not path.is_dir():
                 raise EdgeQKVError(f"{path} is a file; the output is a folder, choose another name")
             break
     if target.exists() and not overwrite:
         raise EdgeQKVError(f"{target} exists; choose another output or give --overwrite")
+    if overwrite and any(p.is_relative_to(target.resolve()) for p in (Path.cwd(), Path.home())):
+        raise EdgeQKVError(f"{target} holds where you are or your home; choose another output")
 
 
 @contextlib.contextmanager
@@ -48,7 +51,7 @@ def new_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     prefix = f".{target.name}.{os.getpid()}."
     temporary = Path(tempfile.mkdtemp(prefix=prefix, suffix=".tmp", dir=target.parent))
     try:
-        with _noted_interrupt() as interrupted:
+        with _noted_interrupts() as interrupted:
             yield temporary
         if interrupted:
             raise KeyboardInterrupt
@@ -68,23 +71,22 @@ def new_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _noted_interrupt() -> Iterator[list[int]]:
-    """Fill the yielded list on Ctrl-C, which SDKs may swallow: it is an exception like any other."""
+def _noted_interrupts() -> Iterator[list[int]]:
+    """Fill the yielded list on Ctrl-C, which SDKs may swallow: it is an exception like any other.
+
+    So with SIGTERM, where the command line raises there too.
+    """
     noted: list[int] = []
-    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not usual or threading.current_thread() is not threading.main_thread():
-        yield noted
-        return
 
-    def handler(number: int, frame: Any) -> None:
-        noted.append(number)
-        raise KeyboardInterrupt
+    def hear(number: int, usual: Callable[[], Any]) -> None:
+        try:
+            usual()
+        except BaseException:
+            noted.append(number)
+            raise
 
-    signal.signal(signal.SIGINT, handler)
-    try:
+    with heard(hear):
         yield noted
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _readable(folder: Path) -> None:

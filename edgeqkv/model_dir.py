@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from edgeqkv.config import CONFIG, MODEL_TYPE
+from edgeqkv.config import CONFIG, MAKE_ONE, MODEL_TYPE
 from edgeqkv.config import read_config as read_config
 from edgeqkv.errors import CheckpointError
 from edgeqkv.files import new_folder
@@ -89,12 +89,12 @@ def load_model_dir(folder: Path) -> Decoder:
     spec, _ = read_config(folder)
     path = folder / WEIGHTS
     if not path.is_file():
-        raise CheckpointError(f"{folder} is not a MODEL_DIR: it has no {WEIGHTS}")
+        raise CheckpointError(f"{folder} is not a MODEL_DIR: it has no {WEIGHTS}; {MAKE_ONE}")
     try:
         with safe_open(path, framework="pt") as f:
             state = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as e:
-        raise CheckpointError(f"{path} is damaged or cut short: {e}") from None
+        raise CheckpointError(f"{path} is damaged or cut short: {e}; import it again") from None
     check_state(spec, state, str(path))
     return build(spec, state)
 

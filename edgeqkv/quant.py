@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from edgeqkv.errors import SpecError, UnsupportedError, UsageError
+from edgeqkv.errors import SpecError, UnsupportedError
 from edgeqkv.spec import ModelSpec, check_keys
 
 # Bits of the stored value. int8 and int4 add one 16-bit scale per group along the input axis.
@@ -21,6 +21,7 @@ GROUP_SIZES = {"fp32": 0, "fp16": 0, "int8": 0, "int4": 32}
 GROUPED = ("int8", "int4")
 METHODS = ("none", "rtn", "gptq")
 ROTATIONS = ("none", "hadamard", "balanced")
+_RULE = 'a rule is [[rules]] with pattern = "h.*", weights = "int8" and perhaps group_size = 32'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Rule:
             raise SpecError(f"group_size is {size}; it must be 0 or a power of two from 16 on")
         if size and self.weights not in GROUPED:
             raise SpecError(
-                f"group_size {size} contradicts weights {self.weights}: it has no scale"
+                f"group_size {size} contradicts weights {self.weights}, which have no scale; leave it away"
             )
 
     def columns(self, width: int) -> int:
@@ -176,26 +177,29 @@ def read_recipe(path: Path, spec: ModelSpec) -> QuantRecipe:
     """Read a TOML file of ``[[rules]]`` tables.
 
     Raises:
-        UsageError: not TOML, an unknown key or scheme, or a rule that matches no module of the
-            model (a typo would otherwise leave weights unquantised in silence).
+        SpecError: no file, not TOML, an unknown key or scheme, or a rule that matches no module of
+            the model (a typo would otherwise leave weights unquantised in silence).
     """
+    if not path.is_file():
+        found = "is no file" if path.exists() else "does not exist"
+        raise SpecError(f"recipe {path} {found}; give a TOML file of [[rules]]")
     try:
         recipe = QuantRecipe.from_dict(tomllib.loads(path.read_text("utf-8")))
-    except FileNotFoundError:
-        raise UsageError(f"recipe {path} does not exist") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, SpecError) as e:
-        raise UsageError(f"recipe {path}: {e}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise SpecError(f"recipe {path} is not TOML: {e}; {_RULE}") from None
+    except SpecError as e:
+        raise SpecError(f"recipe {path}: {e}; {_RULE}") from None
     modules = matrices(spec)
     for rule in recipe.rules:
         if not any(fnmatchcase(module, rule.pattern) for module in modules):
-            raise UsageError(
-                f"recipe {path}: pattern {rule.pattern!r} matches no module; "
-                f"examples: {', '.join(modules[:4])}, ..."
+            raise SpecError(
+                f"recipe {path}: pattern {rule.pattern!r} matches no module; give one of the model's: "
+                f"{', '.join(modules[:4])}, ..."
             )
     applied = [recipe.rule_for(module) for module in modules]
     for rule in recipe.rules:
         if rule not in applied:
-            raise UsageError(
+            raise SpecError(
                 f"recipe {path}: pattern {rule.pattern!r} never applies, earlier rules match all of its "
                 "modules; the first match wins, so put it before them"
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +50,8 @@ class Runner(Protocol):
         """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Let go of program and cache. Again: nothing. Any other method then raises RunError."""
 
 
 def open_runner(bundle: str | Path, *, threads: int = 1, capacity: int | None = None) -> Runner:
@@ -96,6 +97,18 @@ def runner_entry(artifact: Artifact, bundle: Path) -> EntryPoint:
 @functools.cache  # a scan of every installed package, which has no place in a timed load
 def _entries() -> dict[str, EntryPoint]:
     return {e.name: e for e in entry_points(group="edgeqkv.runners")}
+
+
+def shut(runner: Runner, *held: str) -> None:
+    """The close() of a runner: let go of the attributes ``held``; every method then says so."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise RunError("the runner is closed; open the bundle again with open_runner")
+
+    for method in ("reset", "prefill", "decode", "cache_regions"):
+        setattr(runner, method, refuse)
+    for name in held:
+        setattr(runner, name, None)
 
 
 def check_tokens(runner: Runner, ids: NDArray[np.int64]) -> None:

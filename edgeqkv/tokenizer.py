@@ -42,12 +42,14 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
             f"{TOKENIZER} or {VOCAB} and {MERGES}"
         )
     if path.name == VOCAB and not path.with_name(MERGES).is_file():
-        raise CheckpointError(f"{path} needs {MERGES} beside it, which is missing")
+        raise CheckpointError(f"{path} needs {MERGES} beside it, which is missing; copy it there")
     try:
-        return _gpt2(path) if path.name == VOCAB else Tokenizer.from_file(str(path))
+        return _gpt2(path) if path.name == VOCAB else Tokenizer.from_buffer(path.read_bytes())
     except Exception as e:  # the library raises bare Exception for whatever it cannot parse
         reason = " ".join(str(e).split())[:200]
-        raise CheckpointError(f"{path} is not a readable tokenizer: {reason}") from None
+        raise CheckpointError(
+            f"{path} is not a readable tokenizer: {reason}; give the tokenizer.json of a model, or byte"
+        ) from None
 
 
 def has_tokenizer(folder: Path) -> bool:

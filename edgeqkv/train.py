@@ -10,7 +10,7 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from torch.nn import functional as F
 
 from edgeqkv.console import note, progress
 from edgeqkv.corpus import split
-from edgeqkv.errors import CheckpointError, UnsupportedError, UsageError
+from edgeqkv.errors import CheckpointError, TextError, UnsupportedError, UsageError
+from edgeqkv.interrupts import heard
 from edgeqkv.model import Decoder
 from edgeqkv.paper_checkpoint import from_paper_state, paper_config, to_paper_state
 from edgeqkv.perplexity import evaluate, logits
@@ -102,19 +103,19 @@ def save_atomically(data: Any, path: Path) -> None:
 
 @contextlib.contextmanager
 def deferred_interrupt() -> Iterator[list[int]]:
-    """Ctrl-C only fills the yielded list, so that training stops between steps; a second one kills."""
+    """Ctrl-C only fills the yielded list, so that training stops between steps; a second one kills.
+
+    So does SIGTERM where the command line treats it as Ctrl-C.
+    """
     seen: list[int] = []
 
-    def handler(number: int, frame: Any) -> None:
+    def hear(number: int, usual: Callable[[], Any]) -> None:
         if seen:
-            raise KeyboardInterrupt
+            usual()
         seen.append(number)
 
-    before = signal.signal(signal.SIGINT, handler)
-    try:
+    with heard(hear):
         yield seen
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def start_or_resume(
@@ -155,7 +156,8 @@ def train(
     Equal seed, flags and thread count give equal weights, interrupted or not.
 
     Raises:
-        UsageError: the text is too short, the loss is not finite, or a resumed run's flags differ.
+        TextError: the text is too short.
+        UsageError: the loss is not finite, or a resumed run's flags differ.
         CheckpointError: ``out``/checkpoint.pt is damaged.
         KeyboardInterrupt: after Ctrl-C, with the current step saved.
     """
@@ -168,7 +170,7 @@ def train(
         for part in (train_text, held_out)
     )
     if len(ids) <= context or len(held_out_ids) < 2:
-        raise UsageError(
+        raise TextError(
             f"the text is too short: {len(ids)} tokens to train on and {len(held_out_ids)} held out; "
             f"needed: {context + 1} and 2; give a longer text or a smaller --context"
         )
@@ -242,7 +244,7 @@ def train(
                 advance(f"step {done}, loss {statistics.fmean(losses[-every:]):.3f}")
             if stop and done < config.steps:
                 note(f"stopped after step {done} of {config.steps}; --resume continues")
-                raise KeyboardInterrupt
+                signal.raise_signal(interrupted[0])  # the second one, which ends it as usual
 
     final = common(config.steps, DTYPES[config.dtype])
     model.load_state_dict(

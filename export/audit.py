@@ -45,9 +45,11 @@ def read_facts(bundle: Path, artifact: Artifact) -> ArtifactFacts:
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as e:
-        if e.name != module:
+        if not module.startswith(str(e.name)):
             raise
-        raise UnsupportedError(f"{bundle}: no audit for backend {artifact.backend!r}") from None
+        raise UnsupportedError(
+            f"{bundle}: no audit for backend {artifact.backend!r}; allowed: onnx, executorch, coreml"
+        ) from None
     facts: ArtifactFacts = found.read(artifact, bundle)
     return facts
 

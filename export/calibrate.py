@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from edgeqkv.attention import Attend
-from edgeqkv.errors import UnsupportedError, UsageError
+from edgeqkv.errors import TextError, UnsupportedError
 from edgeqkv.model import Decoder
 from edgeqkv.quant import GROUPED, SCHEMES, Quantisation, QuantRecipe, check_groups
 from export.quantise import (
@@ -77,12 +77,13 @@ def calibration_windows(ids: Sequence[int], positions: int) -> Tensor:
     """[N, T] int64: windows spread evenly over the whole text.
 
     Raises:
-        UsageError: the text is too short.
+        TextError: it is too short.
     """
     length = min(LENGTH, positions)
     if len(ids) < max(LEAST, length):
-        raise UsageError(
-            f"the calibration text has {len(ids)} tokens; at least {max(LEAST, length)} are needed"
+        raise TextError(
+            f"the calibration text has {len(ids)} tokens, needed: {max(LEAST, length)}; give a longer "
+            "one"
         )
     count = min(WINDOWS, len(ids) // length)
     starts = torch.linspace(0, len(ids) - length, count).long()
@@ -97,7 +98,7 @@ def calibrate(
 ) -> dict[str, QuantTensor]:
     """Quantise by GPTQ and round the decoder in place, as ``quantise`` and ``apply_rounding`` do.
 
-    windows: [N, T] int64. ``report`` hears the name of each layer, and ``head``, when done.
+    windows: [N, T] int64. ``report`` hears the name of each layer, and ``head``, as it begins.
 
     A tied matrix E is head and embedding at once: its Hessian is that of the final states, scaled to
     mean diagonal 1, plus EMBEDDING times the identity, for which an embedding's row is read alone.
@@ -125,21 +126,21 @@ def calibrate(
         weight.copy_(found[module].dequantise())
 
     with torch.no_grad():
+        report("GPTQ of the head")
         head = second_moment(
             decoder.hidden(batch, positions, attend) for batch in torch.split(windows, BATCH)
         )
         head /= head.diagonal().mean()
-        report("head")
         apply_rounding(decoder, recipe, {})  # what stays float16
         fit("wpe", None)
         fit("wte", head + EMBEDDING * torch.eye(len(head)) if spec.tie_word_embeddings else None)
         states = decoder.wte(windows) + decoder.wpe(positions)
         for i, block in enumerate(decoder.h):
+            report(f"GPTQ of layer {i}")
             for name, hessian in input_moments(block, states, attend).items():
                 fit(f"h.{i}.{name}", hessian)
             for batch in torch.split(states, BATCH):
                 batch.copy_(block(batch, attend))
-            report(f"layer {i}")
         if not spec.tie_word_embeddings:
             fit("lm_head", head)
     return found

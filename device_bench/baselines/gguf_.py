@@ -22,7 +22,7 @@ from edgeqkv.artifact import Artifact, inside
 from edgeqkv.errors import BundleError, MissingDependencyError
 from edgeqkv.files import new_folder
 from edgeqkv.quiet import quiet
-from edgeqkv.runner import check_tokens
+from edgeqkv.runner import check_tokens, shut
 from edgeqkv.spec import ModelSpec
 
 BACKEND, ENTRY = "gguf", "model.gguf"
@@ -207,4 +207,6 @@ class GgufRunner:
         return self.regions
 
     def close(self) -> None:
-        self._model.close()
+        if self._model is not None:
+            self._model.close()
+        shut(self, "_model")

@@ -15,7 +15,7 @@ from edgeqkv.artifact import Artifact
 from edgeqkv.errors import BundleError, MissingDependencyError
 from edgeqkv.files import new_folder
 from edgeqkv.quiet import quiet
-from edgeqkv.runner import check_tokens
+from edgeqkv.runner import check_tokens, shut
 
 BACKEND, ENTRY = "optimum", "model.onnx"
 RUNTIME = "optimum.onnxruntime.modeling_decoder"  # what the bench imports before it times the load
@@ -124,4 +124,4 @@ class OptimumRunner:
         return [(t.ctypes.data, t.nbytes) for layer in self._past for t in layer]
 
     def close(self) -> None:
-        del self._past, self._model
+        shut(self, "_past", "_model")

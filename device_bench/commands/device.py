@@ -43,11 +43,13 @@ def _build(abi: str, backend: str, output: Path | None, overwrite: bool, as_json
 
     from device_bench.native.cross import build_folder
     from edgeqkv.console import human_bytes, print_json
+    from edgeqkv.errors import of_flag
     from edgeqkv.files import new_folder, refuse_existing
 
     if output is not None:
         refuse_existing(output, overwrite)
-    folder = build_folder(abi, backend)
+    with of_flag("--backend"):
+        folder = build_folder(abi, backend)
     path = folder.path
     if output is not None:
         with new_folder(output, overwrite=overwrite) as new:

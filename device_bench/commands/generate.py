@@ -36,24 +36,38 @@ def run(
     import numpy as np
 
     from device_bench.sampling import check_sampling
-    from edgeqkv.artifact import TOKENIZER
+    from edgeqkv.artifact import TOKENIZER, read_artifact
     from edgeqkv.console import note, print_json
-    from edgeqkv.errors import BundleError, RunError
-    from edgeqkv.runner import open_runner
+    from edgeqkv.errors import BundleError, UnsupportedError, UsageError
+    from edgeqkv.runner import load_runner
     from edgeqkv.tokenizer import load_tokenizer
 
     check_sampling(temperature, top_k)
-    if tokenizer is None and bundle.is_dir() and not (bundle / TOKENIZER).is_file():
+    if prompt != prompt.encode("utf-8", "replace").decode():
+        raise UsageError(f"--prompt is {prompt!r}, which is not UTF-8; give it as UTF-8")
+    artifact = read_artifact(bundle)
+    if not artifact.model.is_causal:
+        raise UnsupportedError(
+            f"{bundle}: {artifact.model.label} is not causal and continues no text; give a causal one"
+        )
+    if tokenizer is None and not (bundle / TOKENIZER).is_file():
         raise BundleError(f"{bundle} has no {TOKENIZER}; give --tokenizer byte|FILE|DIR")
-    runner = open_runner(bundle, threads=threads)
+    codec = load_tokenizer(str(bundle / TOKENIZER) if tokenizer is None else tokenizer)
+    ids = codec.encode(prompt).ids
+    if not ids:
+        raise UsageError(f"--prompt is {prompt!r}, which has no tokens; give at least a word")
+    if max(ids) >= artifact.model.used_tokens:
+        raise BundleError(
+            f"tokenizer {tokenizer or bundle / TOKENIZER} gives id {max(ids)}, {bundle} has "
+            f"{artifact.model.used_tokens} tokens; give the tokenizer that the model was trained with"
+        )
+    if len(ids) + n - 1 > artifact.cache.capacity:
+        raise UsageError(
+            f"-n is {n}: with {len(ids)} prompt tokens it exceeds the context of "
+            f"{artifact.cache.capacity}; lower it, shorten --prompt or export with a larger --max-context"
+        )
+    runner = load_runner(artifact, bundle, threads=threads)
     try:
-        codec = load_tokenizer(tokenizer or str(bundle / TOKENIZER))
-        ids = codec.encode(prompt).ids
-        if len(ids) + n - 1 > runner.capacity:
-            raise RunError(
-                f"context overflow: {len(ids)} prompt tokens + {n} to generate exceed the context of "
-                f"{runner.capacity}; shorten the prompt, lower -n or export with a larger --max-context"
-            )
         start = time.perf_counter()
         logits = runner.prefill(np.asarray(ids, np.int64))
         first = time.perf_counter()

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeqkv.artifact import Artifact
-from edgeqkv.runner import check_tokens
+from edgeqkv.runner import check_tokens, shut
 
 FORMULATION = "optimum"
 
@@ -77,4 +77,4 @@ class OptimumIoRunner:
         return [(v.data_ptr(), 4 * math.prod(v.shape())) for v in self._held]
 
     def close(self) -> None:
-        del self._held, self._io, self._session
+        shut(self, "_held", "_io", "_session")

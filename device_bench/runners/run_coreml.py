@@ -18,7 +18,7 @@ from device_bench.runners.mil_interpreter import MILInterpreter
 from edgeqkv.artifact import Artifact, inside
 from edgeqkv.errors import MissingDependencyError, RunError, UsageError
 from edgeqkv.quiet import quiet
-from edgeqkv.runner import check_tokens
+from edgeqkv.runner import check_tokens, shut
 
 RUNTIME = "coremltools"  # the bench imports it first, to tell its memory and time from load's
 UNITS_VARIABLE = "EDGEQKV_COREML_UNITS"
@@ -82,7 +82,7 @@ class CoreMLRunner:
         return
 
     def close(self) -> None:
-        self.state = None
+        shut(self, "state", "model")
 
 
 def load(artifact: Artifact, directory: Path, *, threads: int, capacity: int) -> CoreMLRunner:

@@ -14,7 +14,7 @@ from edgeqkv.artifact import Artifact, inside
 from edgeqkv.errors import BundleError, MissingDependencyError, RunError, UnsupportedError
 from edgeqkv.quant import GROUPED
 from edgeqkv.quiet import quiet
-from edgeqkv.runner import check_tokens
+from edgeqkv.runner import check_tokens, shut
 
 _OTHER_TOKEN = np.ones(1, np.int64)  # than the one that load feeds: it leaves other rows
 
@@ -146,4 +146,4 @@ class ExecutorchRunner:
         return self.regions
 
     def close(self) -> None:
-        self._module = None
+        shut(self, "_module", "regions")

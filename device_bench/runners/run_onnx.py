@@ -21,7 +21,7 @@ from edgeqkv.artifact import Artifact, inside
 from edgeqkv.cache import CacheSpec
 from edgeqkv.errors import BundleError, MissingDependencyError, RunError, UnsupportedError
 from edgeqkv.quant import GROUPED
-from edgeqkv.runner import Runner, check_tokens
+from edgeqkv.runner import Runner, check_tokens, shut
 
 RUNTIME = "onnxruntime"  # the bench imports it first, to tell its memory and time from load's
 # Prefill bounds one copy of a layer's scores [H, S, T + S] float32; the runtime holds a few at once.
@@ -179,7 +179,7 @@ class OnnxRunner:
 
     def close(self) -> None:
         """The mapping goes when nothing refers to it any more."""
-        del self._io, self._bind, self._session, self._memory
+        shut(self, "_io", "_bind", "_session", "_memory")
 
 
 Binder = Callable[[int, int], None]  # (tokens held, tokens new) -> None

@@ -27,15 +27,24 @@ def run(
 
     Example: edgeqkv estimate --preset 1.2b-q-mqa --budget 4GiB --context 2048,32768
     """
+    from edgeqkv.cache import cache_spec
     from edgeqkv.config import read_config
     from edgeqkv.console import human_bytes, print_json, print_table
-    from edgeqkv.errors import UsageError
+    from edgeqkv.errors import UsageError, of_flag
     from edgeqkv.estimate import default_groups, estimate, parse_bytes
     from edgeqkv.presets import preset as find_preset
 
     if (model is None) == (preset is None):
         raise UsageError("give either a MODEL_DIR or --preset NAME")
-    shape = read_config(model)[0] if model is not None else find_preset(preset or "")
+    with of_flag("--preset"):
+        shape = read_config(model)[0] if model is not None else find_preset(preset or "")
+    heads = shape.num_attention_heads
+    if groups is not None and heads % groups:
+        raise UsageError(f"--groups is {groups}; it must divide the model's {heads} query heads")
+    with of_flag("--cache-dtype"):
+        cache_spec(shape, dtype=cache_dtype)
+    with of_flag("--budget"):
+        budget_bytes = None if budget is None else parse_bytes(budget)
     try:
         contexts = [int(c) for c in context.split(",")]
     except ValueError:
@@ -43,7 +52,7 @@ def run(
     rows = estimate(
         shape,
         contexts,
-        budget_bytes=parse_bytes(budget) if budget else None,
+        budget_bytes=budget_bytes,
         weights=weights,
         cache_dtype=cache_dtype,
         groups=groups or default_groups(shape),

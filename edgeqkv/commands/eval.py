@@ -42,9 +42,12 @@ def run(
     Example: edgeqkv eval OUT/onnx --text held_out.txt --reference MODEL_DIR
     """
     from edgeqkv.console import print_json
+    from edgeqkv.corpus import read_text
     from edgeqkv.errors import MismatchError
 
-    if is_bundle(source):
+    is_one = is_bundle(source)
+    read_text(text)  # a wrong one is told before anything is loaded
+    if is_one:
         from edgeqkv.runner import open_runner
 
         runner = open_runner(source, threads=threads)
@@ -67,11 +70,18 @@ def run(
 
 def is_bundle(source: Path) -> bool:
     from edgeqkv.artifact import MANIFEST
-    from edgeqkv.errors import UsageError
+    from edgeqkv.config import CONFIG
+    from edgeqkv.errors import CheckpointError
 
     if not source.exists():
-        raise UsageError(f"{source} does not exist; give a bundle or a MODEL_DIR")
-    return (source / MANIFEST).is_file()
+        raise CheckpointError(f"{source} does not exist; give a bundle or a MODEL_DIR")
+    is_one = (source / MANIFEST).is_file()
+    if source.is_dir() and not is_one and not (source / CONFIG).is_file():
+        raise CheckpointError(
+            f"{source} is neither a bundle (no {MANIFEST}) nor a MODEL_DIR (no {CONFIG}); make them "
+            "with `edgeqkv export` and `edgeqkv import`"
+        )
+    return is_one
 
 
 def evaluate_bundle(
@@ -205,7 +215,9 @@ def _check_causal(is_causal: bool, source: Path) -> None:
     from edgeqkv.errors import UnsupportedError
 
     if not is_causal:
-        raise UnsupportedError(f"{source} is not causal: it predicts no next token to evaluate")
+        raise UnsupportedError(
+            f"{source} is not causal: it predicts no next token to evaluate; give a causal model"
+        )
 
 
 def _print(data: dict[str, Any]) -> None:

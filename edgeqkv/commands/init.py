@@ -21,9 +21,11 @@ def run(
     """
     from edgeqkv import __version__, presets
     from edgeqkv.console import print_json, progress
+    from edgeqkv.errors import of_flag
     from edgeqkv.files import refuse_existing
 
-    spec = presets.preset(preset)
+    with of_flag("--preset"):
+        spec = presets.preset(preset)
     refuse_existing(output, overwrite)
 
     import torch

@@ -48,8 +48,10 @@ def run(
 
 def _preset(name: str) -> tuple[ModelSpec, dict[str, Any]]:
     from edgeqkv import presets
+    from edgeqkv.errors import of_flag
 
-    return presets.preset(name), {"source": name, "kind": "preset"}
+    with of_flag("--preset"):
+        return presets.preset(name), {"source": name, "kind": "preset"}
 
 
 def _read(source: str) -> tuple[ModelSpec, dict[str, Any]]:
@@ -77,7 +79,8 @@ def _read(source: str) -> tuple[ModelSpec, dict[str, Any]]:
         return spec, about | {"kind": "MODEL_DIR", "provenance": provenance}
     if path.is_dir():
         raise CheckpointError(
-            f"{source} is neither a MODEL_DIR (no {CONFIG}) nor a bundle (no {MANIFEST})"
+            f"{source} is neither a MODEL_DIR (no {CONFIG}) nor a bundle (no {MANIFEST}); make them "
+            "with `edgeqkv import` and `edgeqkv export`"
         )
     from edgeqkv.importers import read_checkpoint
 

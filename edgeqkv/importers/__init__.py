@@ -51,14 +51,14 @@ def read_checkpoint(source: str) -> Imported:
             if not isinstance(config, Mapping):
                 raise CheckpointError(
                     f"{source} looks like {format_.NAME} but has no {format_.CONFIG} dict; "
-                    f"found: {_keys(checkpoint)}"
+                    f"found: {_keys(checkpoint)}; save the config beside the weights"
                 )
             state = weights(checkpoint[format_.STATE], source)
             return format_.convert(Source(source, format_.CONFIG, config, state))
     known = "; ".join(f"{f.NAME}: {f.STATE} + {f.CONFIG}" for f in _FORMATS)
     raise CheckpointError(
         f"{source} is of no known format; found keys: {_keys(checkpoint)}; allowed: {known}; "
-        f"{hf_gpt2.NAME}: the folder"
+        f"{hf_gpt2.NAME}: the folder; save weights and config under such keys"
     )
 
 

@@ -14,6 +14,9 @@ from edgeqkv.errors import CheckpointError, SpecError
 from edgeqkv.presets import GPT2_TOKENS, GPT2_VOCAB
 from edgeqkv.spec import ModelSpec
 
+# What to do about a checkpoint that contradicts itself.
+SAVE_AGAIN = "save it again with the code that trained it"
+CORRECT = "correct the config and save the checkpoint again"
 MASKS = re.compile(r"(.*\.)?attn\.(bias|masked_bias)")
 
 
@@ -43,19 +46,21 @@ class Source:
     def get(self, key: str, kind: type) -> Any:
         """A value of the recorded config that must be there and of type ``kind``."""
         if key not in self.config:
-            raise self.fail(f"{self.config_name} lacks {key!r}")
+            raise self.fail(f"{self.config_name} lacks {key!r}", CORRECT)
         value = self.config[key]
         is_whole = isinstance(value, int) and not isinstance(value, bool)
         if not (
             is_whole if kind is int else isinstance(value, kind) or (kind is float and is_whole)
         ):
-            raise self.fail(f"{self.config_name} {key!r} is {value!r}; expected {kind.__name__}")
+            raise self.fail(
+                f"{self.config_name} {key!r} is {value!r}, expected {kind.__name__}", CORRECT
+            )
         return kind(value)
 
     def size(self, key: str) -> int:
         value: int = self.get(key, int)
         if value < 1:
-            raise self.fail(f"{self.config_name} {key!r} is {value}; expected 1 or more")
+            raise self.fail(f"{self.config_name} {key!r} is {value}, expected 1 or more", CORRECT)
         return value
 
     def tensor(self, name: str) -> Tensor:
@@ -67,15 +72,15 @@ class Source:
     def note(self, inference: str) -> None:
         self.inferences.append(inference)
 
-    def fail(self, message: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {message}")
+    def fail(self, message: str, fix: str = SAVE_AGAIN) -> CheckpointError:
+        return CheckpointError(f"{self.where}: {message}; {fix}")
 
 
 def width_heads_dim(source: Source, heads_key: str) -> tuple[int, int, int]:
     """(hidden_size, heads, head_dim), the width divided evenly."""
     width, heads = source.size("n_embd"), source.size(heads_key)
     if width % heads:
-        raise source.fail(f"n_embd {width} is not a multiple of {heads_key} {heads}")
+        raise source.fail(f"n_embd {width} is not a multiple of {heads_key} {heads}", CORRECT)
     return width, heads, width // heads
 
 
@@ -104,7 +109,8 @@ def tied(source: Source, flag: str, embedding: str) -> bool:
     if is_tied and head is not None and not same:
         raise source.fail(
             f"{flag} is true but lm_head.weight {list(head.shape)} is not equal to "
-            f"{embedding} {list(wte.shape)}; one of the two is wrong"
+            f"{embedding} {list(wte.shape)}",
+            f"set {flag} to false, or leave lm_head.weight away",
         )
     if flag not in source.config:
         found = "absent" if head is None else f"{'equal to' if same else 'unlike'} {embedding}"
@@ -155,7 +161,7 @@ def make_spec(source: Source, **fields: Any) -> ModelSpec:
     try:
         return ModelSpec(**fields)
     except SpecError as e:
-        raise source.fail(str(e)) from None
+        raise source.fail(str(e), CORRECT) from None
 
 
 def take(
@@ -185,16 +191,21 @@ def take(
                 f"{theirs} is {list(tensor.shape)}, expected {expected} for {spec.label}"
             )
         if not tensor.is_floating_point():
-            raise source.fail(f"{theirs} is {tensor.dtype}; weights must be floating point")
+            raise source.fail(
+                f"{theirs} is {tensor.dtype}, expected floating point", "save it as float32"
+            )
         # The sum is finite exactly when every element is (an overflow of float64 aside).
         if not torch.isfinite(tensor.sum(dtype=torch.float64)):
-            raise source.fail(f"{theirs} holds NaN or infinite values")
+            raise source.fail(
+                f"{theirs} holds NaN or infinite values",
+                "give a checkpoint from before it diverged",
+            )
         taken.update(zip(names, torch.split(tensor, [shapes[n][0] for n in names]), strict=True))
     if source.state:
         extra = min(source.state)
         raise source.fail(
-            f"extra tensor {extra} {list(source.state[extra].shape)}, which {spec.label} does not have "
-            "(expected: none)"
+            f"extra tensor {extra} {list(source.state[extra].shape)}, which {spec.label} does not have",
+            "leave it away, or give the config of the model that has it",
         )
     return {name: taken[name] for name in shapes}
 

@@ -116,12 +116,14 @@ def _config(folder: Path) -> Mapping[str, Any]:
     try:
         config = json.loads(path.read_text("utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
-        raise CheckpointError(f"{path} is not valid JSON: {e}") from None
+        raise CheckpointError(f"{path} is not valid JSON: {e}; download it again") from None
     found = config.get("model_type") if isinstance(config, dict) else None
     if found == MODEL_TYPE:
-        raise CheckpointError(f"{folder} is a MODEL_DIR already; there is nothing to import")
+        raise CheckpointError(f"{folder} is a MODEL_DIR already; give it to `edgeqkv export`")
     if found != "gpt2":
-        raise CheckpointError(f"{path}: model_type is {found!r}; allowed: 'gpt2'")
+        raise CheckpointError(
+            f"{path}: model_type is {found!r}, allowed: 'gpt2'; no other architecture is supported"
+        )
     return dict(config)
 
 
@@ -136,7 +138,9 @@ def _weights(folder: Path) -> dict[str, Tensor]:
                 f"{folder} holds its weights in shards; only one file is read. Save it again with "
                 "save_pretrained(DIR, max_shard_size='100GB')"
             )
-    raise CheckpointError(f"{folder} has no weights: expected {SAFETENSORS} or {PICKLED}")
+    raise CheckpointError(
+        f"{folder} has no weights: expected {SAFETENSORS} or {PICKLED}; download one into it"
+    )
 
 
 def _mapped(path: Path) -> dict[str, Tensor]:
@@ -144,14 +148,17 @@ def _mapped(path: Path) -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as f:
             return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as e:
-        raise CheckpointError(f"{path} is damaged or cut short: {e}") from None
+        raise CheckpointError(
+            f"{path} is damaged or cut short: {e}; copy or download it again"
+        ) from None
 
 
 def _refuse_flags(source: Source) -> None:
     for key in _MUST_BE_OFF:
         if source.config.get(key):
             raise source.fail(
-                f"{CONFIG} {key!r} is {source.config[key]!r}; only false is supported"
+                f"{CONFIG} {key!r} is {source.config[key]!r}, allowed: false",
+                "a model trained otherwise is not supported",
             )
 
 
@@ -159,6 +166,7 @@ def _hidden_act(source: Source) -> str:
     name = source.get("activation_function", str)
     if name not in _ACTS:
         raise source.fail(
-            f"{CONFIG} 'activation_function' is {name!r}; allowed: {', '.join(_ACTS)}"
+            f"{CONFIG} 'activation_function' is {name!r}, allowed: {', '.join(_ACTS)}",
+            "a model trained with another is not supported",
         )
     return _ACTS[name]

@@ -29,25 +29,39 @@ def fetch(source: str) -> Path:
     owner, _, rest = source.removeprefix(PREFIX).partition("/")
     name, _, file = rest.partition("/")
     if not owner or not name:
-        raise CheckpointError(f"{source} is not hf:OWNER/NAME or hf:OWNER/NAME/FILE")
+        raise CheckpointError(
+            f"{source} is not hf:OWNER/NAME or hf:OWNER/NAME/FILE; give one of them"
+        )
     repo = f"{owner}/{name}"
     try:
         file = file or _only_checkpoint(source, repo)
         return Path(huggingface_hub.hf_hub_download(repo, file))
-    except errors.HFValidationError:
-        raise CheckpointError(f"{source}: {repo!r} is not a repository name") from None
+    except ValueError as e:  # such as a path that leads out of the repository
+        if not isinstance(e, errors.HFValidationError):
+            raise CheckpointError(
+                f"{source}: {file!r} is no file name; name one of those that the Hub lists"
+            ) from None
+        raise CheckpointError(
+            f"{source}: {repo!r} is not a repository name; give OWNER/NAME as the Hub shows it"
+        ) from None
     except errors.EntryNotFoundError as e:
         if isinstance(e, errors.LocalEntryNotFoundError):
             raise CheckpointError(
                 f"{source}: the Hub cannot be reached and {file} is not in the local cache; "
                 "connect, or download it and import the file"
             ) from None
-        raise CheckpointError(f"{source}: {repo} has no file {file}") from None
+        raise CheckpointError(
+            f"{source}: {repo} has no file {file}; name one of those that the Hub lists"
+        ) from None
     except errors.RepositoryNotFoundError:
-        raise CheckpointError(f"{source}: no repository {repo}, or it is private") from None
+        raise CheckpointError(
+            f"{source}: no repository {repo}, or it is private; check the name, or log in (hf auth login)"
+        ) from None
     except (errors.HfHubHTTPError, OSError) as e:
         first = (str(e).strip().splitlines() or [type(e).__name__])[0][:200]
-        raise CheckpointError(f"{source}: download failed: {first}") from None
+        raise CheckpointError(
+            f"{source}: download failed: {first}; try again, or download the file and import it"
+        ) from None
 
 
 def _only_checkpoint(source: str, repo: str) -> str:

@@ -29,8 +29,9 @@ def open_checkpoint(path: Path) -> Mapping[str, Any]:
         CheckpointError: not a file, not a PyTorch checkpoint, damaged, or it tries to run code.
     """
     if not path.is_file():
+        found = "is no file" if path.exists() else "does not exist"
         raise CheckpointError(
-            f"{path} does not exist; give a checkpoint file, a Hugging Face folder or hf:REPO[/FILE]"
+            f"{path} {found}; give a checkpoint file, a Hugging Face folder or hf:REPO[/FILE]"
         )
     if path.suffix == ".safetensors":
         raise CheckpointError(
@@ -40,7 +41,7 @@ def open_checkpoint(path: Path) -> Mapping[str, Any]:
     with path.open("rb") as f:
         magic = f.read(4)
     if not magic:
-        raise CheckpointError(f"{path} is empty")
+        raise CheckpointError(f"{path} is empty; copy or download it again")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -57,7 +58,7 @@ def open_checkpoint(path: Path) -> Mapping[str, Any]:
         raise CheckpointError(message) from None
     if not isinstance(found, dict):
         raise CheckpointError(
-            f"{path} holds a {type(found).__name__}; expected a dict with weights and config"
+            f"{path} holds a {type(found).__name__}, expected a dict; save weights and config in one"
         )
     return found
 
@@ -66,9 +67,11 @@ def _refusal(message: str) -> str:
     if name := re.search(r"GLOBAL (\S+)", message):
         return (
             f"wants to run {name[1]} while loading; refused, nothing was executed. Only tensors and "
-            "plain numbers, strings, lists and dicts are read"
+            "plain numbers, strings, lists and dicts are read; save it with nothing else"
         )
-    return "is not a PyTorch checkpoint, or is damaged"
+    return (
+        "is not a PyTorch checkpoint, or is damaged; give what torch.save wrote, or copy it again"
+    )
 
 
 def weights(state: Any, where: str) -> dict[str, Tensor]:
@@ -80,24 +83,26 @@ def weights(state: Any, where: str) -> dict[str, Tensor]:
     if not isinstance(state, Mapping) or not state:
         raise CheckpointError(
             f"{where}: the weights are {'empty' if state == {} else type(state).__name__}; "
-            "expected a dict of tensors"
+            "expected a dict of tensors; save model.state_dict()"
         )
     stripped: dict[str, Tensor] = {}
     for key, tensor in state.items():
         if not isinstance(key, str) or not isinstance(tensor, Tensor):
             raise CheckpointError(
-                f"{where}: {key!r} is {type(tensor).__name__}; expected tensors under names"
+                f"{where}: {key!r} is {type(tensor).__name__}, expected tensors under names; save "
+                "model.state_dict()"
             )
         # A stride of 0 makes a few bytes claim to be terabytes; a meta tensor has no bytes at all.
         dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
         if not dense or tensor.nbytes > tensor.untyped_storage().nbytes():
             raise CheckpointError(
-                f"{where}: {key} {list(tensor.shape)} is not a plain dense tensor"
+                f"{where}: {key} {list(tensor.shape)} is not a plain dense tensor; save "
+                "tensor.cpu().contiguous()"
             )
         name = ".".join(part for part in key.split(".") if part not in _WRAPPERS)
         if name in stripped:
             raise CheckpointError(
-                f"{where} holds {name} twice, with and without a wrapper's prefix"
+                f"{where} holds {name} twice, with and without a wrapper's prefix; save one of them"
             )
         stripped[name] = tensor
     return stripped

@@ -117,7 +117,8 @@ def _reading(source: Source, heads: int, dim: int) -> tuple[_Reading, int]:
         known = "; ".join(" + ".join(n) for n in _READINGS)
         raise source.fail(
             f"layer 0 has the attention projections {' + '.join(names) or 'none'}, which is no "
-            f"variant of this format; allowed: {known}"
+            f"variant of this format; allowed: {known}",
+            "another is not supported",
         )
     return _fitting(source, _READINGS[names], f"{start}{_READINGS[names][0].kv}.weight", heads, dim)
 
@@ -144,7 +145,8 @@ def _fitting(
         both = " and ".join(reading.describe(groups) for reading, groups in fits)
         raise source.fail(
             f"{kv} {shape} fits two variants: {both} (head_dim {dim}); n_kv_groups in "
-            f"{source.config_name} would decide and is not recorded"
+            f"{source.config_name} would decide and is not recorded",
+            "record it and save the checkpoint again",
         )
     if not fits or (fits[0][0].kv_heads == "one" and fits[0][1] != 1):
         expected = " or ".join(_expected(reading, recorded, shape, dim) for reading in readings)

@@ -81,17 +81,20 @@ def _query_mode(source: Source) -> str:
     for key in _MUST_BE_OFF:
         if source.config.get(key):
             raise source.fail(
-                f"model_args {key!r} is {source.config[key]!r}; only false is supported"
+                f"model_args {key!r} is {source.config[key]!r}, allowed: false",
+                "a model trained otherwise is not supported",
             )
     mode = source.get("query_mode", str)
     if mode not in _QUERY_MODES:
         raise source.fail(
-            f"model_args 'query_mode' is {mode!r}; allowed: {', '.join(_QUERY_MODES)}"
+            f"model_args 'query_mode' is {mode!r}, allowed: {', '.join(_QUERY_MODES)}",
+            "a model trained with another is not supported",
         )
     if extra := [n for n in source.state if ".attn.residual_" in n]:
         raise source.fail(
             f"{min(extra)}: a query made by a small network of its own (later code of that paper) is "
-            "not supported; residual_gelu here is x + gelu(W_Q x), without such tensors"
+            "not supported",
+            "residual_gelu here is x + gelu(W_Q x), without such tensors",
         )
     return _QUERY_MODES[mode]
 

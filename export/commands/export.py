@@ -27,12 +27,12 @@ COLUMNS = {
     "bytes_per_token": "bytes/token",
     "formulation": "formulation",
 }
-# Options of one backend, and their value when not given.
+# Options of one backend, and what they may be, first their value when not given.
 OWN = {
-    "--onnx-attention": ("onnx", "auto"),
-    "--io": ("onnx", "edgeqkv"),
-    "--et-attention": ("executorch", "auto"),
-    "--coreml-precision": ("coreml", "fp16"),
+    "--onnx-attention": ("onnx", ("auto", "gemm", "gqa")),
+    "--io": ("onnx", ("edgeqkv", "optimum")),
+    "--et-attention": ("executorch", ("auto", "plain", "custom")),
+    "--coreml-precision": ("coreml", ("fp16", "fp32")),
 }
 
 
@@ -84,6 +84,7 @@ def run(
     Example: edgeqkv export MODEL_DIR -b onnx,executorch -o OUT --max-context 1024
     """
     from edgeqkv.console import print_json, print_table, progress
+    from edgeqkv.errors import of_flag
     from edgeqkv.files import refuse_existing
     from edgeqkv.quant import GROUPED, Quantisation
     from edgeqkv.tokenizer import TOKENIZER, load_tokenizer
@@ -98,11 +99,14 @@ def run(
     }
     names = _split(backends)
     own = (onnx_attention, io, et_attention, coreml_precision)
-    _refuse_idle(dict(zip(OWN, own, strict=True)), names)
+    _check_own(dict(zip(OWN, own, strict=True)), names)
+    for name in names:
+        find_backend(name)
     spec = _read_spec(model)
     quantisation = Quantisation(_recipe(spec, weights, group_size, recipe))
     if cache_rotate:
-        check_rotation(spec)
+        with of_flag("--cache-rotate"):
+            check_rotation(spec)
     needless = not cache_rotate and not quantisation.recipe.schemes & set(GROUPED)
     calibration = [] if calibrate is None else _calibration(model, spec, calibrate, needless)
     requests = {
@@ -115,7 +119,8 @@ def run(
         for name in names
     }
     for name, request in requests.items():  # everything is refused before anything is traced
-        find_backend(name).check(request)
+        with of_flag("-b"):
+            find_backend(name).check(request)
         if not dry_run:
             refuse_existing(out / name, overwrite)
     tokenizer = model / TOKENIZER
@@ -136,9 +141,10 @@ def run(
         steps = 3 + len(requests) * (len(STAGES) if verify else len(STAGES) - 1)
         gptq = calibration and quantisation.recipe.schemes & set(GROUPED)
         steps += 1 + spec.num_hidden_layers if gptq else 0
-        with torch.inference_mode(), progress(steps, "export") as step:
+        with torch.inference_mode(), progress(steps, "export", ahead=True) as step:
+            step("read the model")
             decoder = load_any(model)
-            step("model loaded")
+            step("prepare the weights")
             tensors, quantisation = prepare(
                 decoder,
                 quantisation.recipe,
@@ -147,12 +153,12 @@ def run(
                 rotate=cache_rotate,
                 report=step,
             )
-            step("weights ready")
+            step("reference logits")
             context = min(r.cache.capacity for r in requests.values())
-            golden = make_golden(decoder, context)
+            with of_flag("--max-context"):
+                golden = make_golden(decoder, context)
             reference = make_reference(decoder, context) if verify else None
             drop_floats(decoder, tensors)
-            step("reference logits")
             for name, request in requests.items():
                 artifact = export_bundle(
                     decoder,
@@ -176,12 +182,14 @@ def run(
     print_table([*COLUMNS.values(), "MB"], cells, title=title)
 
 
-def _refuse_idle(given: Mapping[str, str], backends: list[str]) -> None:
+def _check_own(given: Mapping[str, str], backends: list[str]) -> None:
     from edgeqkv.errors import UsageError
 
     for flag, value in given.items():
-        backend, usual = OWN[flag]
-        if value != usual and backend not in backends:
+        backend, allowed = OWN[flag]
+        if value not in allowed:
+            raise UsageError(f"{flag} is {value!r}; allowed: {', '.join(allowed)}")
+        if value != allowed[0] and backend not in backends:
             raise UsageError(f"{flag} {value} is for {backend}; -b has {','.join(backends)}")
 
 
@@ -214,16 +222,23 @@ def _recipe(
     """What the flags ask for, checked against the shapes of the model.
 
     Raises:
-        UsageError, SpecError, UnsupportedError: flags that contradict each other or the model.
+        UsageError: flags that contradict each other or the model.
+        SpecError, UnsupportedError: a recipe file that is missing, malformed, or not of the model.
     """
-    from edgeqkv.errors import UsageError
-    from edgeqkv.quant import check_groups, read_recipe, uniform
+    from edgeqkv.errors import UsageError, of_flag
+    from edgeqkv.quant import SCHEMES, check_groups, read_recipe, uniform
 
     if path is not None and (weights is not None or group_size is not None):
         flag = "--group-size" if weights is None else "--weights"
         raise UsageError(f"--recipe says how every weight is stored; leave {flag} away")
-    recipe = uniform(weights or "fp32", group_size) if path is None else read_recipe(path, spec)
-    check_groups(spec, recipe)
+    if path is not None:
+        recipe = read_recipe(path, spec)
+        check_groups(spec, recipe)
+        return recipe
+    weights = "fp32" if weights is None else weights
+    with of_flag("--group-size" if weights in SCHEMES else "--weights"):
+        recipe = uniform(weights, group_size)
+        check_groups(spec, recipe)
     return recipe
 
 
@@ -231,26 +246,33 @@ def _calibration(model: Path, spec: ModelSpec, text: Path, needless: bool) -> li
     """Token ids of the calibration text.
 
     Raises:
-        UsageError: nothing to calibrate, or no text or tokenizer.
+        UsageError: nothing to calibrate. TextError, CheckpointError: no such text or tokenizer.
     """
     from edgeqkv.corpus import encode_file
     from edgeqkv.errors import UsageError
+    from export.calibrate import LEAST
 
     if needless:
         raise UsageError(
             "--calibrate chooses integers and the cache's basis; give --weights int4 or int8, or "
             "--cache-rotate"
         )
-    return encode_file(text, model, spec.used_tokens)
+    return encode_file(text, model, spec.used_tokens, least=LEAST)
 
 
 def _cache(
     spec: ModelSpec, layout: str, dtype: str | None, context: int | None, backend: str
 ) -> CacheSpec:
     from edgeqkv.cache import cache_spec
+    from edgeqkv.errors import of_flag
 
-    dtype = dtype or DEFAULT_CACHE_DTYPE.get(backend, "fp32")
-    return cache_spec(spec, layout=layout, dtype=dtype, capacity=context)
+    dtype = DEFAULT_CACHE_DTYPE.get(backend, "fp32") if dtype is None else dtype
+    with of_flag("--cache-layout"):
+        cache_spec(spec, layout=layout)
+    with of_flag("--cache-dtype"):
+        cache_spec(spec, dtype=dtype)
+    with of_flag("--max-context"):
+        return cache_spec(spec, layout=layout, dtype=dtype, capacity=context)
 
 
 def _row(backend: str, bundle: Path, request: Request, artifact: Artifact | None) -> dict[str, Any]:

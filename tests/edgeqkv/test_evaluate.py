@@ -153,7 +153,7 @@ def test_a_prefill_that_forgets_is_noticed(exported, text):
         ("model", {"text": Path("one.txt")}, "has 1 tokens"),
         ("model", {"reference": Path("small")}, "--reference small has 97 tokens"),
         ("bare", {}, "has no tokenizer.json"),
-        ("small", {"tokenizer": "byte"}, "do not belong together"),
+        ("small", {"tokenizer": "byte"}, "give the tokenizer that the model was trained"),
         ("plus", {"tokenizer": "byte"}, "not causal"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgeqkv.errors import SpecError, UnsupportedError, UsageError
+from edgeqkv.errors import SpecError, UnsupportedError
 from edgeqkv.presets import preset
 from edgeqkv.quant import (
     GROUPED,
@@ -108,12 +108,16 @@ def test_a_recipe_from_a_file(tmp_path):
         ("[[rules]]\nweights = 'int4'", "lacks 'pattern'"),
         ("[[rules]]\npattern = 'wte'\nweights = 'int5'", "allowed: fp32, fp16, int8, int4"),
         ("[[rules]]\npattern = 'wte'\nbits = 4\nweights = 'int4'", "unknown key 'bits'"),
-        ("[[rules]]\npattern = 'h.*.mpl.*'\nweights = 'int4'", "matches no module; examples: wte"),
+        (
+            "[[rules]]\npattern = 'h.*.mpl.*'\nweights = 'int4'",
+            "matches no module; give one of the model's: wte",
+        ),
         ("[[rules]]\npattern = 'h.0.ln_1'\nweights = 'fp16'", "matches no module"),
         (
             "[[rules]]\npattern = '*'\nweights = 'int8'\n[[rules]]\npattern = 'wte'\nweights = 'int4'",
             "'wte' never applies, earlier rules match all",
         ),
+        ("[[rules]]\npattern = '['\nweights = 'int4'", "'\\[' matches no module"),
         ("[[rules]\n", "recipe"),
         ("[rule]\n", "unknown key 'rule'"),
         ("\xff", "recipe"),
@@ -122,14 +126,14 @@ def test_a_recipe_from_a_file(tmp_path):
 def test_a_wrong_file_is_one_line(tmp_path, text, words):
     path = tmp_path / "recipe.toml"
     path.write_text(text, "latin-1")
-    with pytest.raises(UsageError, match=words) as error:
+    with pytest.raises(SpecError, match=words) as error:
         read_recipe(path, Q_MQA)
     assert "\n" not in str(error.value)
     assert "recipe.toml" in str(error.value)
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(UsageError, match="does not exist"):
+    with pytest.raises(SpecError, match="does not exist"):
         read_recipe(tmp_path / "gone.toml", Q_MQA)
 
 

@@ -298,12 +298,12 @@ def test_rows_of_fused_projections_are_in_the_papers_order() -> None:
     [
         (["--sharing", "identity"], "allowed: none, q=k, k=v, q=k=v"),
         (["--sharing", "q=k", "--kv-heads", 2], "needs as many key as query heads"),
-        (["--kv-heads", 3], "must divide num_attention_heads"),
+        (["--kv-heads", 3], "it must divide --heads 4"),
         (["--context", 5000], "the text is too short"),
         (["--vocab-size", 100], "at least the 256 bytes"),
         (["--lr", 1e30], "is too high"),
         (["--lr", -1], "must be positive"),
-        (["--steps", 0], "must be 1 or more"),
+        (["--steps", 0], "--steps is '0': it should be greater than or equal to 1"),
         (["--dtype", "int3"], "allowed: fp32, fp16"),
         (["--tokenizer", "absent.json"], "does not exist"),
         (["--resume"], "has no checkpoint.pt"),
@@ -328,7 +328,7 @@ def test_wrong_files_end_in_one_line(
     assert "absent.txt" in fails(monkeypatch, capsys, "--text", tmp_path / "absent.txt", "-o", out)
     empty = tmp_path / "empty.txt"
     empty.touch()
-    assert "0 tokens" in fails(monkeypatch, capsys, "--text", empty, "-o", out, *TINY)
+    assert "empty.txt is empty" in fails(monkeypatch, capsys, "--text", empty, "-o", out, *TINY)
     command(monkeypatch, "--text", text, "-o", out, *TINY, "--steps", 2)
     flags = ["--text", text, "-o", out, *TINY]
     assert "not empty" in fails(monkeypatch, capsys, *flags, "--steps", 2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from edgeqkv.errors import UnsupportedError, UsageError
+from edgeqkv.errors import TextError, UnsupportedError
 from edgeqkv.importers import read_checkpoint
 from edgeqkv.model_dir import build
 from edgeqkv.quant import QuantRecipe, Rule, matrices, uniform
@@ -120,7 +120,7 @@ def test_every_variant_is_calibrated_whole_and_ends_rounded(name):
     done = []
     tensors = calibrate(decoder, recipe, windows, done.append)
     assert set(tensors) == set(matrices(decoder.spec)) - {"wpe"}
-    assert done == ["head", "layer 0", "layer 1"]
+    assert done == ["GPTQ of the head", "GPTQ of layer 0", "GPTQ of layer 1"]
     for module, tensor in tensors.items():
         assert decoder.get_parameter(f"{module}.weight").equal(tensor.dequantise())
     wpe = decoder.wpe.weight
@@ -142,7 +142,7 @@ def test_windows_are_spread_over_the_whole_text():
     assert windows.shape == (64, 256)
     assert (windows[0, 0], windows[-1, -1]) == (0, 99_999)
     assert calibration_windows(list(range(2000)), 100).shape == (20, 100)
-    with pytest.raises(UsageError, match="has 1000 tokens; at least 1024"):
+    with pytest.raises(TextError, match="has 1000 tokens, needed: 1024"):
         calibration_windows(list(range(1000)), 64)
 
 
