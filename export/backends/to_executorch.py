@@ -9,9 +9,10 @@ because a static cache is paid in full at load and read in full on each step.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,7 +21,6 @@ from edgeqkv.cache import CacheSpec
 from edgeqkv.errors import MissingDependencyError, UnsupportedError
 from edgeqkv.model import Decoder
 from edgeqkv.quiet import quiet
-from edgeqkv.spec import ModelSpec
 from export.backends.executorch_program import Custom, Full, Plain
 from export.backends.executorch_sdk import prepare
 from export.backends.executorch_share import share
@@ -28,7 +28,7 @@ from export.backends.executorch_weights import ACTIVATIONS, check_recipe, with_s
 from export.lowering import Lowered, Request
 
 ENTRY = "model.pte"
-PREFILL_CHUNK = 128  # bounds the workspace of the scores, H * chunk * capacity floats
+LEAST_CHUNK, MOST_CHUNK = 16, 128
 LEAST_CAPACITY = 32
 ATTENTION = {"plain": "plain-bmm", "custom": "custom-sdpa"}
 # An fp16 buffer has to be widened before XNNPACK can multiply it, by a portable kernel and into a
@@ -71,6 +71,20 @@ def formulation(request: Request) -> str:
     return ATTENTION[chosen]
 
 
+def prefill_chunk(request: Request, chosen: str) -> int:
+    """Most tokens of one call: so many that their scores in a layer take what the whole cache takes.
+
+    XNNPACK holds two copies of the scores [H,S,C] from load on, as large as the largest S makes them.
+    """
+    cache = request.cache
+    if chosen == "full":
+        return cache.capacity
+    fitting = MOST_CHUNK  # custom_sdpa keeps no scores
+    if chosen == ATTENTION["plain"]:
+        fitting = cache.bytes_per_token // (request.model.num_attention_heads * 4)
+    return min(cache.capacity, MOST_CHUNK, max(LEAST_CHUNK, fitting))
+
+
 def capacities(cache: CacheSpec) -> tuple[int, ...]:
     """Contexts that get a method of their own: a quarter, half and all of the cache's capacity."""
     full = cache.capacity
@@ -87,6 +101,7 @@ def lower(decoder: Decoder, request: Request, directory: Path) -> Lowered:
     """
     check(request)
     cache, chosen, sizes = request.cache, formulation(request), capacities(request.cache)
+    chunk = prefill_chunk(request, chosen)
     with quiet(), torch.no_grad():
         try:
             import executorch.exir
@@ -99,7 +114,7 @@ def lower(decoder: Decoder, request: Request, directory: Path) -> Lowered:
         prepare()
         stored = with_stored_weights(decoder, request.recipe, request.tensors)
         programs = {
-            f"forward_{size}": _export(stored, cache, chosen, size, request.model) for size in sizes
+            f"forward_{size}": _export(stored, cache, chosen, size, chunk) for size in sizes
         }
         manager = _to_executorch(programs)
         with (directory / ENTRY).open("wb") as f:
@@ -112,7 +127,7 @@ def lower(decoder: Decoder, request: Request, directory: Path) -> Lowered:
         cache_mode="none" if chosen == "full" else "static",
         formulation=chosen,
         capacities=sizes,
-        prefill_chunk=cache.capacity if chosen == "full" else min(PREFILL_CHUNK, cache.capacity),
+        prefill_chunk=chunk,
         tools={name: version(name) for name in ("torch", "executorch", "torchao")},
         details={
             "activations": ACTIVATIONS if request.tensors else "fp32",
@@ -127,7 +142,7 @@ def lower(decoder: Decoder, request: Request, directory: Path) -> Lowered:
 
 
 def _export(
-    decoder: Decoder, cache: CacheSpec, chosen: str, capacity: int, model: ModelSpec
+    decoder: Decoder, cache: CacheSpec, chosen: str, capacity: int, chunk: int
 ) -> torch.export.ExportedProgram:
     new = min(3, capacity)
     ids = torch.zeros(1, new, dtype=torch.int64)
@@ -135,7 +150,7 @@ def _export(
         length = torch.export.Dim("length", min=1, max=capacity)
         return torch.export.export(Full(decoder, capacity), (ids,), dynamic_shapes=({1: length},))
     module: nn.Module = (Plain if chosen == "plain-bmm" else Custom)(decoder, cache, capacity)
-    length = torch.export.Dim("length", min=1, max=min(PREFILL_CHUNK, capacity))
+    length = torch.export.Dim("length", min=1, max=min(chunk, capacity))
     return torch.export.export(
         module.eval(),
         (ids, torch.arange(new)),
@@ -172,7 +187,27 @@ def _to_executorch(programs: dict[str, torch.export.ExportedProgram]) -> Any:
             # "shared" buffers get an arena of their own; one pass per method, because methods of
             # different capacities have buffers of different sizes under the same names.
             memory_planning_pass={
-                name: MemoryPlanningPass(share_mutable_buffers=True) for name in programs
+                name: MemoryPlanningPass(_plan_what_is_made, share_mutable_buffers=True)
+                for name in programs
             },
         )
     )
+
+
+def _plan_what_is_made(
+    alignment: int, specs: Iterable[Any], graph: torch.fx.GraphModule, signature: Any, padding: int
+) -> list[int]:
+    """The SDK's plan of the activations' arena, without a second cache in it.
+
+    The node that returns a cache updated in place still carries the tensor that this would have
+    been out of place, and the SDK plans it: as many bytes as the cache, which nothing ever writes.
+    """
+    from executorch.exir.memory_planning import MemoryPlanningAlgorithmSuite
+
+    end = graph.graph.output_node()
+    returned = cast("tuple[torch.fx.Node, ...]", end.args[0])
+    stale, end.meta["spec"] = end.meta["spec"], [node.meta["spec"] for node in returned]
+    phantoms = set(stale) - set(end.meta["spec"])
+    kept = [spec for spec in specs if spec not in phantoms]
+    sizes: list[int] = MemoryPlanningAlgorithmSuite()(alignment, kept, graph, signature, padding)
+    return sizes

@@ -8,10 +8,19 @@ pytest.importorskip("executorch.exir")
 
 from edgeqkv.cache import cache_spec
 from edgeqkv.errors import BundleError, UnsupportedError
+from edgeqkv.presets import preset
 from edgeqkv.quant import uniform
 from export.backends.executorch_pte import load_pte
 from export.backends.read_executorch import read
-from export.backends.to_executorch import ENTRY, capacities, check, formulation
+from export.backends.to_executorch import (
+    ATTENTION,
+    ENTRY,
+    LEAST_CHUNK,
+    capacities,
+    check,
+    formulation,
+    prefill_chunk,
+)
 from export.lowering import Request
 from tests.et_bundles import big, et_bundle
 from tests.variants import VARIANTS, spec
@@ -61,6 +70,24 @@ def test_capacities():
 
 
 @pytest.mark.parametrize(
+    ("preset_name", "attention", "expected"),
+    [
+        ("300m-q-mqa", "plain", 80),  # 5120 bytes per token / (16 heads x 4 bytes)
+        ("300m-q-k=v", "plain", 128),
+        ("300m-q-mqa", "custom", 128),  # keeps no scores
+    ],
+)
+def test_scores_of_a_prefill_take_what_the_cache_takes(preset_name, attention, expected):
+    model = preset(preset_name)
+    asked = Request(model, cache_spec(model), uniform("fp32"), {})
+    assert prefill_chunk(asked, ATTENTION[attention]) == expected
+    short = dataclasses.replace(asked, cache=cache_spec(model, capacity=40))
+    assert prefill_chunk(short, ATTENTION[attention]) == 40
+    tiny = request("q-mqa")
+    assert prefill_chunk(tiny, "plain-bmm") == LEAST_CHUNK
+
+
+@pytest.mark.parametrize(
     ("variant", "layout", "attention"),
     [("q-gqa", "shared", "plain"), ("gqa", "separate", "plain"), ("q-gqa", "shared", "custom")],
 )
@@ -84,6 +111,9 @@ def test_every_capacity_has_its_arena_and_the_weights_are_stored_once():
     assert artifact.details["cache_arena_bytes"] == {
         str(c): c * cache.bytes_per_token for c in artifact.capacities
     }
+    # of what is planned beside it only the mask [S,1,C] follows the capacity, so no second cache
+    _, middle, large = (artifact.details["planned_bytes"][str(c)][1] for c in artifact.capacities)
+    assert large - middle == 256 * 4 * artifact.prefill_chunk < 256 * cache.bytes_per_token
     plans = load_pte(directory / ENTRY).program.execution_plan
     assert [p.name for p in plans] == [f"forward_{c}" for c in artifact.capacities]
     facts = read(artifact, directory)
