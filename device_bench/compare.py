@@ -206,7 +206,7 @@ def mixtures(results: Sequence[BenchResult]) -> list[str]:
     for device in devices(results):
         own = [r for r in results if device_label(r.device) == device]
         for name, read in facts.items():
-            found = sorted({str(v) for r in own if (v := read(r)) is not None})
+            found = sorted({str(read(r) or "unknown") for r in own})
             if len(found) > 1:
                 lines.append(f"{device} with {len(found)} of {name}: {'; '.join(found)}")
     return lines

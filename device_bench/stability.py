@@ -66,6 +66,9 @@ def warnings(results: Sequence[BenchResult], rows: Sequence[Row]) -> list[str]:
         return []
     checks: dict[str, Callable[[BenchResult], bool]] = {
         "more runnable processes than CPUs": _overloaded,
+        "more threads than CPUs": lambda r: (
+            (r.device.cpu_count or r.workload.n_threads) < r.workload.n_threads
+        ),
         "on battery": lambda r: r.conditions.power == "battery",
         "a CPU governor other than performance": lambda r: (
             r.conditions.governor not in (None, "performance")
@@ -76,7 +79,8 @@ def warnings(results: Sequence[BenchResult], rows: Sequence[Row]) -> list[str]:
         if count := sum(map(holds, timed)):
             share = f"{count} of {len(timed)} processes"
             lines.append(f"{what} during {share}; their timings will not repeat")
-    few = [r for r in rows if 0 < max(_processes(r)) < FEW_PROCESSES]
+    rows = [r for r in rows if max(_processes(r))]
+    few = [r for r in rows if max(_processes(r)) < FEW_PROCESSES]
     if few:
         lines.append(
             f"{len(few)} of {len(rows)} rows rest on fewer than {FEW_PROCESSES} processes: "
@@ -89,8 +93,8 @@ def warnings(results: Sequence[BenchResult], rows: Sequence[Row]) -> list[str]:
     if wide:
         worst = max(wide, key=_spread)
         lines.append(
-            f"processes of {len(wide)} of {len(rows)} rows differ by more than {HIGH_CV:.0%} "
-            f"(worst {_spread(worst):.0%}: {worst.backend} {worst.variant} {worst.layout})"
+            f"processes of {len(wide)} of {len(rows)} rows differ by more than {100 * HIGH_CV:.0f} % "
+            f"(worst {100 * _spread(worst):.0f} %: {worst.backend} {worst.variant} {worst.layout})"
         )
     reasons = Counter(r.unstable for r in timed if r.unstable)
     lines += [

@@ -5,14 +5,17 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import itertools
+import re
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from device_bench.compare import Comparison
-from device_bench.figures import Row, fold, one_per_bundle, ratios
+from device_bench.figures import Row, device_label, fold, one_per_bundle, ratios
 from device_bench.result import BenchResult
 from device_bench.stability import warnings
-from edgeqkv.console import print_table
+from edgeqkv.console import WIDTH, print_table
 
 INTERPRETED = "interpreted"
 EMULATED = "correctness\nonly"  # the width of the backend beside it is worth a second line
@@ -21,6 +24,8 @@ VERDICTS = {True: "REGRESSION", False: "ok", None: "not judged"}
 
 @dataclasses.dataclass(frozen=True)
 class Table:
+    """A column is its name, after ``GROUP|`` where it shares a heading with its neighbours."""
+
     title: str
     columns: tuple[str, ...]
     rows: list[list[object]]
@@ -34,9 +39,9 @@ _WHO: tuple[Column, ...] = (
 )
 _BUNDLE: tuple[Column, ...] = (
     *_WHO,
-    ("bytes/\nformula", lambda r: r.formula),
-    ("token\ndeclared", lambda r: r.declared),
-    ("\nmeasured", lambda r: short(r.measured_cache)),
+    ("bytes/token|formula", lambda r: r.formula),
+    ("bytes/token|declared", lambda r: r.declared),
+    ("bytes/token|measured", lambda r: short(r.measured_cache)),
     ("file\nMiB", lambda r: mib(r.nbytes)),
     ("load\nms", lambda r: short(r.load_ms)),
     ("TTFT\nms", lambda r: short(r.ttft_ms)),
@@ -47,18 +52,18 @@ _BUNDLE: tuple[Column, ...] = (
 _MEMORY: tuple[Column, ...] = (
     *_WHO,
     ("over", lambda r: r.over),
-    ("\ncache", lambda r: short(r.measured_cache)),
-    ("bytes/\nprocess", lambda r: short(r.measured_process)),
+    ("bytes/token|cache", lambda r: short(r.measured_cache)),
+    ("bytes/token|process", lambda r: short(r.measured_process)),
     (
-        "token\n+-",
+        "bytes/token|+-",
         lambda r: short((r.process_ci95[1] - r.process_ci95[0]) / 2) if r.process_ci95 else None,
     ),
-    ("\nworkspace", lambda r: short(workspace(r))),
-    ("anon\nbase", lambda r: mib(r.anon_baseline)),
-    ("MiB\nimport", lambda r: mib(r.anon_import)),
-    ("\nload", lambda r: mib(r.anon_load)),
-    ("\nprefill", lambda r: mib(r.anon_prefill)),
-    ("\ndecode", lambda r: mib(r.anon_decode)),
+    ("bytes/token|workspace", lambda r: short(workspace(r))),
+    ("anon MiB|base", lambda r: mib(r.anon_baseline)),
+    ("anon MiB|import", lambda r: mib(r.anon_import)),
+    ("anon MiB|load", lambda r: mib(r.anon_load)),
+    ("anon MiB|prefill", lambda r: mib(r.anon_prefill)),
+    ("anon MiB|decode", lambda r: mib(r.anon_decode)),
 )
 _SPEED: tuple[Column, ...] = (
     *_WHO,
@@ -70,9 +75,9 @@ _SPEED: tuple[Column, ...] = (
     ("decode\ntok/s", lambda r: decode_speed(r)),
     ("95 %\n+-%", lambda r: half_width(r.decode_ci95, r.decode_tok_s)),
     ("limit\n%", lambda r: percent(r.limit_share, 1)),
-    ("ITL ms\np50", lambda r: short(r.itl_p50_ms)),
-    ("\np95", lambda r: short(r.itl_p95_ms)),
-    ("\np99", lambda r: short(r.itl_p99_ms)),
+    ("ITL ms|p50", lambda r: short(r.itl_p50_ms)),
+    ("ITL ms|p95", lambda r: short(r.itl_p95_ms)),
+    ("ITL ms|p99", lambda r: short(r.itl_p99_ms)),
 )
 # Where a depth has more than one test: which, in the place of what is the bundle's.
 _BY_TEST: tuple[Column, ...] = (
@@ -141,7 +146,19 @@ def ends(ci95: tuple[float, float] | None) -> str | None:
 
 
 def tables(results: Sequence[BenchResult]) -> list[Table]:
-    """One row per bundle; the same against each other; and every depth and thread count."""
+    """One row per bundle; the same against each other; and every depth and thread count. Devices of
+    one kind, whose rows would look alike, have tables of their own."""
+    labels = {device_label(r.device): r.device.kind for r in results}
+    if len(labels) == len(set(labels.values())):
+        return _tables(results)
+    return [
+        dataclasses.replace(table, title=f"{label}: {table.title}")
+        for label in sorted(labels)
+        for table in _tables([r for r in results if device_label(r.device) == label])
+    ]
+
+
+def _tables(results: Sequence[BenchResult]) -> list[Table]:
     rows = fold(results)
     bundles = one_per_bundle(rows)
     made = [_table(_title(bundles), _BUNDLE, bundles)]
@@ -221,21 +238,32 @@ def describe(result: BenchResult) -> str:
     return f"{who} {w.label}, {threads}"
 
 
+def headings(columns: Sequence[str]) -> list[str]:
+    """For a terminal: the words of a group spread above its columns, ``bytes/ token`` above three."""
+    made: list[str] = []
+    for group, own in itertools.groupby(columns, lambda c: c.partition("|")[0] if "|" in c else ""):
+        words = itertools.chain(re.findall(r"[^ /]+/?", group), itertools.repeat(""))
+        for column in own:
+            made.append(f"{next(words)}\n{column.partition('|')[2]}" if group else column)
+    return made
+
+
 def print_results(results: Sequence[BenchResult], more: Sequence[Table] = ()) -> None:
     """Everything that ``compare`` shows, on stdout."""
     for i, table in enumerate([*tables(results), *more]):
         if i:
             print()
-        print_table(table.columns, table.rows, title=table.title, gap=1)
+        print_table(headings(table.columns), table.rows, title=table.title, gap=1)
     if found := problems(results):
         print()
-        print("\n".join(found))
+        for line in found:
+            print(textwrap.fill(line, WIDTH, subsequent_indent="  ", break_long_words=False))
 
 
 def markdown(results: Sequence[BenchResult], more: Sequence[Table] = ()) -> str:
     parts = []
     for table in [*tables(results), *more]:
-        lines = [_line(" ".join(c.split()) for c in table.columns)]
+        lines = [_line(" ".join(c.replace("|", " ").split()) for c in table.columns)]
         lines.append(_line("---" for _ in table.columns))
         lines += [_line(_word(cell) for cell in row) for row in table.rows]
         parts.append(f"**{table.title}**\n\n" + "\n".join(lines))

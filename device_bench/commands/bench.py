@@ -211,7 +211,7 @@ def _sweep(
     local = [
         w for (m, _), p in zip(machines, plans, strict=True) if m.kind == "local" for _, w in p
     ]
-    bandwidth = _bandwidth(local) if memory and local else None
+    bandwidth = _bandwidth(local) if local else None
     lines = output is not None and output.suffix == ".jsonl"
     with progress(len(planned) - len(results), "bench") as advance:
         one_at_a_time = threading.Lock()

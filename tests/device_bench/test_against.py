@@ -149,6 +149,9 @@ def test_conditions_of_one_device_are_compared_with_each_other(tmp_path):
     assert all(c.device == c.base_device and c.ratio == 1 for c in found)
     (line,) = compare.mixtures([*here, dataclasses.replace(lines[0], conditions=slow)])
     assert line.endswith("with 2 of governor: performance; powersave")
+    dark = dataclasses.replace(fast, governor=None)  # what cannot be read is no licence to mix
+    (line,) = compare.mixtures([*here, dataclasses.replace(lines[0], conditions=dark)])
+    assert line.endswith("with 2 of governor: performance; unknown")
 
 
 @pytest.mark.parametrize(("load", "warned"), [(0.2, False), (9.0, True), (None, False)])

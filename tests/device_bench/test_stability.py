@@ -109,10 +109,13 @@ def test_warnings_name_what_will_not_repeat(tmp_path):
         for p in range(3)
     ]
     assert warnings(good, fold(good)) == []
+    crowd = [dataclasses.replace(r.workload, n_threads=999) for r in good]
+    many = [dataclasses.replace(r, workload=w) for r, w in zip(good, crowd, strict=True)]
+    assert "more threads than CPUs during 3 of 3" in warnings(many, fold(many))[0]
     slow = dataclasses.replace(line.samples, repetitions=(tuple(2 * t for t in reps[0]),) * 3)
     drifted = [*good[:2], dataclasses.replace(good[2], samples=slow)]
     (words,) = warnings(drifted, fold(drifted))
-    assert "processes of 1 of 1 rows differ by more than 5%" in words
+    assert "processes of 1 of 1 rows differ by more than 5 %" in words
     assert "fewer than 3 processes" in warnings(good[:2], fold(good[:2]))[0]
 
 
