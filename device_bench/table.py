@@ -93,7 +93,7 @@ _QUALITY: tuple[Column, ...] = (
     ("bytes/\ntoken", lambda r: r.formula),
     ("file\nMiB", lambda r: mib(r.nbytes)),
     ("perplexity", lambda r: short(r.perplexity)),
-    ("+-", lambda r: short(r.perplexity_stderr)),
+    ("95 %\n+-", lambda r: short(r.perplexity_stderr and 1.96 * r.perplexity_stderr)),
 )
 
 

@@ -211,14 +211,29 @@ def _is_count(value: Any) -> bool:
 
 
 def read_golden(bundle: Path) -> Golden:
-    """Load the golden vectors of a bundle (safetensors: no code can hide in it)."""
+    """Load the golden vectors of a bundle (safetensors: no code can hide in it).
+
+    Raises:
+        BundleError: they cannot be read, do not fit each other, or are not finite.
+    """
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
+    path = bundle / GOLDEN
     try:
-        return Golden(**load_file(bundle / GOLDEN))
+        golden = Golden(**load_file(path))
     except (SafetensorError, TypeError, OSError) as e:
-        raise BundleError(f"{bundle / GOLDEN} cannot be read: {e}; {AGAIN}") from None
+        raise BundleError(f"{path} cannot be read: {e}; {AGAIN}") from None
+    ids = (golden.prompt_ids, golden.decode_ids)
+    logits = (golden.prefill_logits, golden.decode_logits)
+    shapes = [list(array.shape) for array in (*ids, *logits)]
+    size = golden.prefill_logits.size
+    expected = [[max(1, ids[0].size)], [ids[1].size], [size], [ids[1].size, size]]
+    if shapes != expected or not all(np.isfinite(rows).all() for rows in logits):
+        raise BundleError(f"{path} holds {shapes}, expected {expected}, finite; {AGAIN}")
+    if any(array.dtype != np.int64 for array in ids):
+        raise BundleError(f"{path} holds ids of {ids[0].dtype}, expected int64; {AGAIN}")
+    return golden
 
 
 def write_golden(bundle: Path, golden: Golden) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from edgeqkv.artifact import Artifact, read_artifact
 from edgeqkv.cache import DTYPE_BYTES, cache_spec
-from edgeqkv.errors import UnsupportedError
+from edgeqkv.errors import BundleError, UnsupportedError
 from export.facts import ArtifactFacts
 
 
@@ -50,7 +50,12 @@ def read_facts(bundle: Path, artifact: Artifact) -> ArtifactFacts:
         raise UnsupportedError(
             f"{bundle}: no audit for backend {artifact.backend!r}; allowed: onnx, executorch, coreml"
         ) from None
-    facts: ArtifactFacts = found.read(artifact, bundle)
+    try:
+        facts: ArtifactFacts = found.read(artifact, bundle)
+    except (
+        BundleError
+    ) as e:  # which says what is wrong with the file; what to do is the same for all
+        raise BundleError(f"{e}; export the bundle again") from None
     return facts
 
 

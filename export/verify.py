@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeqkv.artifact import read_golden
+from edgeqkv.errors import BundleError, RunError, UsageError
 from edgeqkv.limits import THRESHOLDS
 from edgeqkv.model import Decoder
 from edgeqkv.runner import Runner, open_runner
@@ -73,11 +74,19 @@ def verify_bundle(
     ``original``: the decoder has the checkpoint's weights, not the rounded ones; QUALITY applies.
 
     Raises:
-        BundleError: a file is missing or altered. A mismatch is a result, not an exception.
+        BundleError: a file is missing or altered. UsageError: a model of another size. A mismatch is a result, not an exception.
     """
     runner = open_runner(bundle)
     artifact = runner.artifact
     if decoder is not None:
+        theirs, ours = decoder.spec, artifact.model
+        short = theirs.max_position_embeddings < artifact.cache.capacity
+        if theirs.vocab_size != ours.vocab_size or theirs.is_causal != ours.is_causal or short:
+            raise UsageError(
+                f"--reference is {theirs.label} of {theirs.vocab_size} tokens and "
+                f"{theirs.max_position_embeddings} positions, {bundle} {ours.label} of "
+                f"{ours.vocab_size} and {artifact.cache.capacity}; give the model it was exported from"
+            )
         reference = make_reference(decoder, artifact.cache.capacity)
     ids, prompt, expected = reference or _golden(bundle)
     used = artifact.model.used_tokens
@@ -99,6 +108,8 @@ def verify_bundle(
         else:
             runner.reset()
             compare("after reset", [runner.prefill(ids[:prompt])], expected[:1])
+    except RunError as e:
+        raise BundleError(f"{bundle} cannot be run on its reference: {e}") from None
     finally:
         runner.close()
     again = open_runner(bundle)
@@ -142,9 +153,9 @@ def _one_by_one(runner: Runner, ids: NDArray[np.int64], prompt: int) -> list[NDA
 
 
 def compare_logits(way: str, got: NDArray[np.float32], expected: NDArray[np.float32]) -> Comparison:
-    """Both [rows, V]. A NaN anywhere makes every figure infinitely bad rather than unnoticed."""
+    """Both [rows, V]. A NaN in either makes every figure infinitely bad rather than unnoticed."""
     got64, want = got.astype(np.float64), expected.astype(np.float64)
-    if not np.isfinite(got64).all():
+    if not (np.isfinite(got64).all() and np.isfinite(want).all()):
         return Comparison(way, len(want), np.inf, np.inf, np.inf, -1.0, 0.0)
     difference = float(np.abs(got64 - want).max())
     logp, logq = _log_softmax(want), _log_softmax(got64)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
+from edgeqkv.errors import RunError
 from edgeqkv.model import Decoder
 from edgeqkv.runner import Runner
 
@@ -24,3 +26,18 @@ def assert_parity(
     got += [runner.decode(int(token)) for token in ids[prompt:]]
     assert runner.position == prompt + steps
     np.testing.assert_allclose(np.stack(got), expected[prompt - 1 :], atol=atol, rtol=0)
+
+
+def assert_closes(runner: Runner) -> None:
+    """Once, twice; and whoever goes on using it is told."""
+    runner.close()
+    runner.close()
+    ids = np.array([1])
+    for use in (
+        runner.reset,
+        runner.cache_regions,
+        lambda: runner.prefill(ids),
+        lambda: runner.decode(1),
+    ):
+        with pytest.raises(RunError, match="closed; open the bundle again"):
+            use()

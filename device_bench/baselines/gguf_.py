@@ -169,7 +169,7 @@ def load(artifact: Artifact, directory: Path, *, threads: int, capacity: int) ->
                     verbose=False,
                 )
         except (ValueError, RuntimeError) as e:
-            raise BundleError(f"{path} cannot be loaded by llama.cpp: {e}") from None
+            raise BundleError(f"{path} cannot be loaded by llama.cpp: {e}; run again") from None
     runner = GgufRunner(artifact, model, llama_cpp.llama_get_logits_ith, capacity)
     held = [block for block in blocks if (resident_bytes([(block, cache)]) or 0) >= 0.99 * cache]
     runner.regions = [(held[0], cache)] if len(held) == 1 else None

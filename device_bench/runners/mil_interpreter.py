@@ -53,7 +53,9 @@ class MILInterpreter:
                     file_weights_dir=str(package / WEIGHTS),
                 )
         except Exception as e:
-            raise BundleError(f"{package} cannot be read as an mlprogram: {e}") from None
+            raise BundleError(
+                f"{package} cannot be read as an mlprogram: {e}; export the bundle again"
+            ) from None
         self.types = types
         main = program.functions["main"]
         self.inputs: dict[str, Any] = dict(main.inputs)

@@ -41,6 +41,7 @@ def load(artifact: Artifact, directory: Path, *, threads: int, capacity: int) ->
             f"allowed: {', '.join(FORMULATIONS)}"
         )
     path = inside(directory, artifact.entry)
+    _check_header(path)
     with quiet():
         try:
             import torch
@@ -71,9 +72,20 @@ def load(artifact: Artifact, directory: Path, *, threads: int, capacity: int) ->
                 runner.regions = [(blocks[0], arena)] if len(blocks) == 1 else None
         except RuntimeError as e:
             reason = (str(e).strip().splitlines() or ["RuntimeError"])[0]
-            raise BundleError(f"{path} cannot be loaded by executorch: {reason}") from None
+            raise BundleError(
+                f"{path} cannot be loaded by executorch: {reason}; export the bundle again"
+            ) from None
     runner.reset()
     return runner
+
+
+def _check_header(path: Path) -> None:
+    """The runtime ends the whole process over a file of another kind."""
+    if not path.is_file():
+        raise BundleError(f"{path} is no file; export the bundle again")
+    with path.open("rb") as f:
+        if f.read(6)[4:] != b"ET":  # the flatbuffer identifier ET12 at offset 4
+            raise BundleError(f"{path} is not an ExecuTorch program; export the bundle again")
 
 
 def _load_custom_ops(torch: Any) -> None:

@@ -71,7 +71,9 @@ def _session(path: Path, threads: int, packed: bool) -> Any:
     try:
         return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as e:  # onnxruntime raises its own classes, derived from Exception only
-        raise BundleError(f"{path} cannot be loaded by onnxruntime: {_first_line(e)}") from None
+        raise BundleError(
+            f"{path} cannot be loaded by onnxruntime: {_first_line(e)}; export the bundle again"
+        ) from None
 
 
 def _first_line(e: Exception) -> str:

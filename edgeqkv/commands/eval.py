@@ -60,7 +60,7 @@ def run(
     if as_json:
         print_json(data)
     else:
-        _print(data)
+        _print(data, tokens)
     if (prefill := data["prefill"]) and not prefill["agrees"]:
         raise MismatchError(
             f"{source}: prefill gives perplexity {prefill['perplexity']:.6g} where decode gives "
@@ -220,16 +220,19 @@ def _check_causal(is_causal: bool, source: Path) -> None:
         )
 
 
-def _print(data: dict[str, Any]) -> None:
+def _print(data: dict[str, Any], asked: int) -> None:
     from edgeqkv.console import print_table
 
-    def plus_minus(value: float, stderr: float | None, form: str) -> str:
-        return f"{value:{form}}" + (f" ± {stderr:{form}}" if stderr is not None else "")
+    def plus_minus(value: float, stderr: float | None, form: str, unit: str = "") -> str:
+        """With the 95 % interval of the text's variation."""
+        half = "" if stderr is None else f" ± {1.96 * stderr:{form}}"
+        return f"{value:{form}}{half}{unit}" + " (95 %)" * bool(half)
 
+    short = "" if data["tokens"] >= asked else f", all there are: --tokens is {asked}"
     rows = [
         ("engine", data["engine"] + " (interpreted)" * data["interpreted"]),
         ("weights, cache", f"{data['weights']}, {data['cache_dtype'] or 'no cache'}"),
-        ("tokens", f"{data['tokens']} in windows of {data['context']}"),
+        ("tokens", f"{data['tokens']} in windows of {data['context']}{short}"),
         ("perplexity", plus_minus(data["perplexity"], data["perplexity_stderr"], ".4f")),
     ]
     if prefill := data["prefill"]:
@@ -241,10 +244,10 @@ def _print(data: dict[str, Any]) -> None:
         )
     if reference := data["reference"]:
         change, stderr = reference["perplexity_change"], reference["perplexity_change_stderr"]
-        percent = plus_minus(100 * change, None if stderr is None else 100 * stderr, ".3f")
+        percent = plus_minus(100 * change, stderr and 100 * stderr, ".3f", " %")
         rows += [
             ("reference", f"{reference['perplexity']:.4f} ({reference['source']})"),
-            ("change", f"{percent} %"),
+            ("change", percent),
             ("KL, mean and max", f"{reference['kl_mean']:.2e}, {reference['kl_max']:.2e} nats"),
             ("top-1 agreement", f"{100 * reference['top1']:.2f} %"),
         ]

@@ -33,10 +33,10 @@ def run(
 
         decoder = load_any(reference)
     results = []
-    with progress(len(bundles), "verify") as step:
+    with progress(len(bundles), "verify", ahead=True) as step:
         for bundle in bundles:
-            results.append(verify_bundle(bundle, decoder=decoder, original=True))
             step(str(bundle))
+            results.append(verify_bundle(bundle, decoder=decoder, original=True))
     if as_json:
         print_json([dataclasses.asdict(r) | {"passed": r.passed} for r in results])
     else:

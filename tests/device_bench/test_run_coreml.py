@@ -18,7 +18,7 @@ from edgeqkv.artifact import Artifact
 from edgeqkv.errors import BundleError, RunError, UnsupportedError
 from edgeqkv.model import Decoder
 from tests.bundles import make_bundle
-from tests.parity import assert_parity, random_ids
+from tests.parity import assert_closes, assert_parity, random_ids
 from tests.variants import CAUSAL, NON_CAUSAL, random_decoder
 
 ct = pytest.importorskip("coremltools")
@@ -55,6 +55,7 @@ def test_prefill_in_chunks_up_to_the_last_slot(bundle: Bundle, runner: CoreMLRun
     assert runner.position == runner.capacity
     with pytest.raises(RunError, match="150 tokens held \\+ 1 new exceed the context of 150"):
         runner.decode(1)
+    assert_closes(runner)
 
 
 def test_chunks_change_nothing(bundle: Bundle, runner: CoreMLRunner) -> None:

@@ -19,7 +19,7 @@ from edgeqkv.errors import RunError, UnsupportedError
 from edgeqkv.runner import open_runner
 from tests.bundles import make_bundle
 from tests.onnx_bundles import decoder_of, onnx_bundle
-from tests.parity import assert_parity, random_ids
+from tests.parity import assert_closes, assert_parity, random_ids
 from tests.variants import random_decoder, spec
 
 CASES = [
@@ -47,7 +47,7 @@ def test_chunked_prefill_after_reset(case: tuple[str, str, str], threads: int) -
     for _ in range(2):
         assert_parity(runner, decoder_of(case[0]), prompt=27, steps=13, atol=2e-4)
     assert_parity(runner, decoder_of(case[0]), prompt=1, steps=8, atol=2e-4)
-    runner.close()
+    assert_closes(runner)
 
 
 def test_prefill_takes_fewer_tokens_at_depth() -> None:

@@ -1,5 +1,6 @@
 """Manifests: round trip, and everything a hostile or damaged one may try."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -142,6 +143,14 @@ def test_golden_round_trip_and_damage(bundle):
     )
     write_golden(folder, golden)
     assert np.array_equal(read_golden(folder).prompt_ids, golden.prompt_ids)
+    for wrong in (
+        {"prompt_ids": golden.prompt_ids[:0]},
+        {"decode_ids": golden.decode_ids[:1]},
+        {"prefill_logits": golden.prefill_logits * np.float32(np.nan)},
+    ):
+        write_golden(folder, dataclasses.replace(golden, **wrong))
+        with pytest.raises(BundleError, match=r"golden\.safetensors holds .*; export it again"):
+            read_golden(folder)
     (folder / "golden.safetensors").write_bytes(b"\xff" * 20)
     with pytest.raises(BundleError, match="cannot be read"):
         read_golden(folder)

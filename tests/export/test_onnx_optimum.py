@@ -17,7 +17,7 @@ from export.backends.read_onnx import read
 from export.lowering import Request
 from tests import variants
 from tests.bundles import make_bundle
-from tests.parity import assert_parity
+from tests.parity import assert_closes, assert_parity
 
 OPTIONS = {"layout": "separate", "onnx_io": "optimum"}
 
@@ -35,7 +35,7 @@ def test_bundle(tmp_path, name):
     assert_parity(runner, decoder)
     held = sum(nbytes for _, nbytes in runner.cache_regions())
     assert held == artifact.cache.bytes_per_token * runner.position
-    runner.close()
+    assert_closes(runner)
     facts = read(artifact, bundle)
     assert facts.bytes_per_token == artifact.cache.bytes_per_token
     assert [t.name for t in facts.cache_tensors] == [
