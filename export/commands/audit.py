@@ -20,7 +20,12 @@ def run(
     """
     from edgeqkv.console import print_json, print_table
     from edgeqkv.errors import MismatchError
-    from export.audit import audit_bundle
+    from export.audit import Audit, audit_bundle
+
+    def per_layer(audit: Audit) -> float:
+        """Cache tensors of a layer, the scales of an int8 cache left out."""
+        tensors = sum(t.role != "scale" for t in audit.facts.cache_tensors)
+        return round(tensors / audit.artifact.cache.num_layers, 2)
 
     results = [audit_bundle(bundle) for bundle in bundles]
     if as_json:
@@ -30,7 +35,7 @@ def run(
             [
                 r.bundle,
                 r.artifact.cache.layout,
-                len(r.facts.cache_tensors) / r.artifact.cache.num_layers,
+                per_layer(r),
                 r.artifact.cache.bytes_per_token,
                 r.facts.bytes_per_token,
                 len(r.facts.cache_copies),
