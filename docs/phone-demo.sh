@@ -16,7 +16,9 @@ say edgeqkv export "$OUT/model" -b onnx,executorch -o "$OUT/q-mqa"
 # Boot: its namespaces end with this script, and so does the phone.
 sockets=$(mktemp -d)
 mkfifo "$sockets/orders"
-unshare -Urmnpf --kill-child -- tests/phone/boot.sh "$PHONE" "$sockets/adb" \
+python -c 'from device_bench.devices.qemu import *; print(cpuinfo(CPUS["max"]))' >"$sockets/cpuinfo"
+QEMU_CPU=max,sve=off,sme=off CPUINFO="$sockets/cpuinfo" \
+    unshare -Urmnpf --kill-child -- tests/phone/boot.sh "$PHONE" "$sockets/adb" \
     <"$sockets/orders" >"$sockets/said" 2>"$sockets/log" &
 boot=$! links=
 trap 'kill $boot $links 2>/dev/null || :; rm -rf "$sockets"' EXIT

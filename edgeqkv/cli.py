@@ -39,6 +39,7 @@ ORDER = (
 HINTS = {
     errno.ENOENT: "give a path that exists",
     errno.ENOTDIR: "a part of this path is a file; give another",
+    errno.EEXIST: "there is a file or a link of this name; give another path",
     errno.EISDIR: "it is a folder; give a file",
     errno.EACCES: "change its permissions or give another path",
     errno.EROFS: "give a path that can be written",
@@ -163,7 +164,7 @@ def _usage(e: TyperException) -> str:
     """``edgeqkv export: missing argument MODEL_DIR; see edgeqkv export --help``."""
     ctx, param = getattr(e, "ctx", None), getattr(e, "param", None)
     word = next((a for a in sys.argv[1:] if not a.startswith("-")), "")
-    command = ctx.command_path if ctx is not None else f"edgeqkv {word}"
+    command = ctx.command_path if ctx is not None else f"edgeqkv {word}".rstrip()
     what = e.format_message()
     if param is not None:
         is_option = param.param_type_name == "option"

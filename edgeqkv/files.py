@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from edgeqkv.errors import EdgeQKVError
+from edgeqkv.errors import UsageError
 from edgeqkv.interrupts import heard
 
 
@@ -19,19 +19,19 @@ def refuse_existing(target: Path, overwrite: bool) -> None:
     """Fail before any work is done, not after it.
 
     Raises:
-        EdgeQKVError: ``target`` exists and ``overwrite`` is false, or it is not a folder.
+        UsageError: ``target`` exists and ``overwrite`` is false, or it is not a folder.
     """
     for path in (target, *target.parents):
         if path.is_symlink() and not path.exists():
-            raise EdgeQKVError(f"{path} is a link that leads nowhere; choose another output")
+            raise UsageError(f"{path} is a link that leads nowhere; choose another output")
         if path.exists():
             if not path.is_dir():
-                raise EdgeQKVError(f"{path} is a file; the output is a folder, choose another name")
+                raise UsageError(f"{path} is a file; the output is a folder, choose another name")
             break
     if target.exists() and not overwrite:
-        raise EdgeQKVError(f"{target} exists; choose another output or give --overwrite")
+        raise UsageError(f"{target} exists; choose another output or give --overwrite")
     if overwrite and any(p.is_relative_to(target.resolve()) for p in (Path.cwd(), Path.home())):
-        raise EdgeQKVError(f"{target} holds where you are or your home; choose another output")
+        raise UsageError(f"{target} holds where you are or your home; choose another output")
 
 
 @contextlib.contextmanager
@@ -42,7 +42,7 @@ def new_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     it is removed by the next call.
 
     Raises:
-        EdgeQKVError: as :func:`refuse_existing`.
+        UsageError: as :func:`refuse_existing`.
     """
     target = Path(os.path.abspath(target))  # noqa: PTH100  (resolve() would follow a link)
     refuse_existing(target, overwrite)

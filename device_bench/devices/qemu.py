@@ -66,7 +66,8 @@ def open_devices(argument: str | None, engine: str | None) -> Sequence[Transport
     return [Qemu(program, cpu)]
 
 
-def _cpuinfo(cpu: Cpu) -> str:
+def cpuinfo(cpu: Cpu) -> str:
+    """What /proc/cpuinfo says on a machine of such CPUs."""
     lines = {
         "Features": cpu.features,
         "CPU implementer": cpu.implementer,
@@ -92,7 +93,7 @@ class Qemu:
         self._root = tempfile.TemporaryDirectory(prefix="edgeqkv-qemu-")
         folder = Path(self._root.name, "proc")
         folder.mkdir()
-        (folder / "cpuinfo").write_text(_cpuinfo(CPUS[cpu]), "utf-8")
+        (folder / "cpuinfo").write_text(cpuinfo(CPUS[cpu]), "utf-8")
         self._start = [program, "-cpu", CPUS[cpu].option, "-L", self._root.name]
 
     def describe(self) -> conditions.Device:

@@ -61,12 +61,12 @@ def run(
     if kv_heads is not None and heads % kv_heads:
         raise UsageError(f"--kv-heads is {kv_heads}; it must divide --heads {heads}")
     if output.exists() and not output.is_dir():
-        raise CheckpointError(f"{output} is a file; the output is a folder, choose another name")
+        raise UsageError(f"{output} is a file; the output is a folder, choose another name")
     started = (output / CHECKPOINT).exists()
     if resume and not started:
         raise CheckpointError(f"--resume: {output} has no {CHECKPOINT}; start without --resume")
     if not resume and output.exists() and any(output.iterdir()):
-        raise CheckpointError(
+        raise UsageError(
             f"{output} is not empty; choose another output"
             + (" or give --resume to continue" if started else "")
         )

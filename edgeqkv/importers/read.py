@@ -38,8 +38,11 @@ def open_checkpoint(path: Path) -> Mapping[str, Any]:
             f"{path}: a bare .safetensors file does not say which model it is; allowed: a MODEL_DIR, "
             "or a .pt checkpoint with its config"
         )
-    with path.open("rb") as f:
-        magic = f.read(4)
+    try:
+        with path.open("rb") as f:
+            magic = f.read(4)
+    except OSError as e:
+        raise CheckpointError(f"{path} cannot be read: {e.strerror}; copy it again") from None
     if not magic:
         raise CheckpointError(f"{path} is empty; copy or download it again")
     try:

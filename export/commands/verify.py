@@ -23,10 +23,13 @@ def run(
 
     Example: edgeqkv verify OUT/onnx OUT/executorch --reference MODEL_DIR
     """
+    from edgeqkv.artifact import read_artifact
     from edgeqkv.console import print_json, print_table, progress
     from edgeqkv.errors import MismatchError
     from export.verify import verify_bundle
 
+    for bundle in bundles:  # what is no bundle is told before the others are run
+        read_artifact(bundle, check_sha256=False)
     decoder = None
     if reference is not None:
         from edgeqkv.model_dir import load_any

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from device_bench.devices.qemu import CPUS, cpuinfo
+
 SCRIPTS = Path(__file__).parents[1] / "phone"
 ROOT = Path(os.environ.get("EDGEQKV_FAKE_PHONE", "/var/tmp/edgeqkv-fake-phone"))
 SERIAL = "127.0.0.1:5600"
@@ -67,15 +69,17 @@ class FakePhone:
 
 
 @contextlib.contextmanager
-def booted(cpu: str = "max,sve=off,sme=off", size: str = "256m") -> Iterator[FakePhone]:
+def booted(cpu: str = "max", size: str = "256m") -> Iterator[FakePhone]:
     with tempfile.TemporaryDirectory(prefix="edgeqkv-phone-") as folder:
         socket = Path(folder, "adb.sock")
+        info = Path(folder, "cpuinfo")
+        info.write_text(cpuinfo(CPUS[cpu]), "utf-8")
         process = subprocess.Popen(
             ["unshare", "-Urmnpf", "--kill-child", "--", SCRIPTS / "boot.sh", ROOT, socket, size],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "QEMU_CPU": cpu},
+            env={**os.environ, "QEMU_CPU": CPUS[cpu].option, "CPUINFO": str(info)},
         )
         try:
             assert process.stdout is not None

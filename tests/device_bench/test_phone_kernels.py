@@ -12,6 +12,7 @@ pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("executorch.exir")
 
+from device_bench.devices.qemu import CPUS
 from device_bench.result import BenchResult
 from export.golden import make_golden
 from tests.device_bench import fakephone
@@ -19,8 +20,6 @@ from tests.device_bench.goldens import exported, set_golden
 from tests.et_bundles import et_bundle
 from tests.variants import LAYOUTS, NON_CAUSAL, VARIANTS
 
-# No dot products of bytes; those; those and matrix products of bytes.
-CPUS = ("cortex-a53", "cortex-a76", "max,sve=off,sme=off")
 INTEGERS = {
     "executorch-int4": ("executorch", "q-mqa", {"weights": "int4"}),
     "executorch-int8": ("executorch", "qkv", {"weights": "int8"}),
@@ -52,7 +51,7 @@ def bundles(tmp_path_factory):
 @pytest.mark.parametrize("cpu", CPUS)
 def test_parity(cli, bundles, cpu, tmp_path):
     """All of ExecuTorch's, the integers of both, and of ONNX's floats a third, so that each is run."""
-    others = {f"onnx-{i}" for i in range(len(VARIANTS)) if CPUS[i % 3] != cpu}
+    others = {f"onnx-{i}" for i in range(len(VARIANTS)) if list(CPUS)[i % 3] != cpu}
     asked = {name: bundle for name, bundle in bundles.items() if name not in others}
     quick = ("-p", "6", "-n", "0", "-r", "1", "--processes", "1", "--no-memory", "--device", "adb")
     with fakephone.booted(cpu) as phone:

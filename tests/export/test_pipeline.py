@@ -94,7 +94,7 @@ def test_audit_catches_a_manifest_that_lies_about_its_layout(tmp_path, cli):
 def test_existing_output_is_refused_before_work_and_replaced_on_request(exported, model, cli):
     bundle, _ = exported
     before = (bundle / "manifest.json").stat().st_mtime_ns
-    result = cli("export", model, "-b", "onnx", "-o", bundle.parent, check=1)
+    result = cli("export", model, "-b", "onnx", "-o", bundle.parent, check=2)
     assert "--overwrite" in result.stderr
     assert (bundle / "manifest.json").stat().st_mtime_ns == before
 
@@ -110,7 +110,7 @@ def test_a_broken_tokenizer_is_refused_before_work(model, tmp_path, cli):
 
 def test_an_output_below_a_file_is_refused_before_work(model, tmp_path, cli):
     (tmp_path / "out").touch()
-    result = cli("export", model, "-o", "out", "-b", "onnx", check=1)
+    result = cli("export", model, "-o", "out", "-b", "onnx", check=2)
     (line,) = result.stderr.splitlines()
     assert "out is a file; the output is a folder" in line
 
