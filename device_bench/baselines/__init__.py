@@ -16,13 +16,13 @@ from edgeqkv.config import CONFIG
 from edgeqkv.console import note
 from edgeqkv.errors import UsageError
 
-TOOLS = ("optimum", "gguf")
+TOOLS = ("optimum", "gguf", "gguf:q8_0", "gguf:q4_0")  # after the colon: how it stores weights
 
 
 class Baseline(Protocol):
     """A module ``device_bench.baselines.<tool>_``; its ``load`` is a runner entry point."""
 
-    def write(self, model_dir: Path, target: Path) -> Artifact: ...
+    def write(self, model_dir: Path, target: Path, *stored: str) -> Artifact: ...
 
 
 def write_baseline(tool: str, model_dir: Path, target: Path) -> Artifact:
@@ -35,8 +35,9 @@ def write_baseline(tool: str, model_dir: Path, target: Path) -> Artifact:
     """
     if tool not in TOOLS:
         raise UsageError(f"baseline tool is {tool!r}; allowed: {', '.join(TOOLS)}")
-    module = cast(Baseline, importlib.import_module(f"device_bench.baselines.{tool}_"))
-    return module.write(model_dir, target)
+    name, *stored = tool.split(":")
+    module = cast(Baseline, importlib.import_module(f"device_bench.baselines.{name}_"))
+    return module.write(model_dir, target, *stored)
 
 
 def resolve(paths: Sequence[Path], tools: str | None) -> list[tuple[Path, str | None]]:

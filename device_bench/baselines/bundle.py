@@ -10,7 +10,10 @@ from typing import Any
 
 from edgeqkv.artifact import MANIFEST, TOKENIZER, Artifact, file_entry, write_manifest
 from edgeqkv.cache import cache_spec
+from edgeqkv.quant import Quantisation, QuantRecipe
 from edgeqkv.spec import ModelSpec
+
+FP32 = QuantRecipe()
 
 
 def finish(
@@ -27,11 +30,12 @@ def finish(
     capacities: Sequence[int],
     tools: Sequence[str],
     details: Mapping[str, Any],
+    recipe: QuantRecipe = FP32,
 ) -> Artifact:
     """Write ``manifest.json`` over what ``folder`` holds. ``converted`` is the model that runs.
 
     Golden vectors are left out: they are the exporter's. ``details.baseline_of`` names the variant
-    whose weights these are.
+    whose weights these are. recipe: what those are stored as.
     """
     tokenizer = model_dir / TOKENIZER
     if tokenizer.is_file():
@@ -45,7 +49,8 @@ def finish(
         cache=cache_spec(converted, layout="separate", dtype=cache_dtype),
         cache_mode=cache_mode,
         formulation=formulation,
-        weights="fp32",
+        weights=recipe.label,
+        quantisation=Quantisation(recipe, "none" if recipe == FP32 else "rtn"),
         capacities=tuple(capacities),
         prefill_chunk=converted.max_position_embeddings,
         files={p.relative_to(folder).as_posix(): file_entry(p) for p in files},

@@ -19,14 +19,19 @@ from device_bench.baselines.bundle import finish
 from device_bench.baselines.gpt2 import Tensors, as_qkv, fused, read_model_dir
 from device_bench.memory import resident_bytes
 from edgeqkv.artifact import Artifact, inside
-from edgeqkv.errors import BundleError, MissingDependencyError
+from edgeqkv.errors import BundleError, MissingDependencyError, UnsupportedError
 from edgeqkv.files import new_folder
+from edgeqkv.quant import uniform
 from edgeqkv.quiet import quiet
 from edgeqkv.runner import check_tokens, shut
 from edgeqkv.spec import ModelSpec
 
 BACKEND, ENTRY = "gguf", "model.gguf"
 RUNTIME = "llama_cpp"  # what the bench imports before it times the load
+# What a matrix is stored as -> our name of the same bits. Blocks of 32 share an fp16 scale; positions
+# stay fp16 under the integers, as ours do.
+BLOCK = 32
+FORMATS = {"f32": "fp32", "q8_0": "int8", "q4_0": "int4"}
 BATCH = 512  # llama.cpp's default: tokens per call of the program
 CONTEXT_STEP = 256  # llama.cpp rounds a context up to a multiple of it
 # Our name of a tensor of one layer -> GGUF's; weights are (out, in) in both.
@@ -51,15 +56,23 @@ class Declared:
     bytes_per_token: int
 
 
-def write(model_dir: Path, target: Path) -> Artifact:
-    """MODEL_DIR -> GGUF of float32 weights, without a tokenizer -> bundle ``target``.
+def write(model_dir: Path, target: Path, stored: str = "f32") -> Artifact:
+    """MODEL_DIR -> GGUF of matrices as ``stored``, without a tokenizer -> bundle ``target``.
 
     Grouped key/value heads stay grouped: llama.cpp reads them as they are.
+
+    Raises:
+        UnsupportedError: matrices that blocks of 32 do not divide.
     """
     original, tensors = read_model_dir(model_dir)
     converted, tensors = as_qkv(original, tensors, grouped=True)
+    if stored != "f32" and (converted.hidden_size % BLOCK or converted.intermediate_size % BLOCK):
+        raise UnsupportedError(
+            f"{model_dir}: {stored} needs a hidden_size and an intermediate_size in blocks of {BLOCK}, "
+            f"found {converted.hidden_size} and {converted.intermediate_size}; use gguf"
+        )
     with new_folder(target) as folder:
-        write_gguf(folder / ENTRY, converted, tensors, name=model_dir.resolve().name)
+        write_gguf(folder / ENTRY, converted, tensors, stored, name=model_dir.resolve().name)
         exact = converted.hidden_act == "gelu"
         return finish(
             folder,
@@ -74,6 +87,7 @@ def write(model_dir: Path, target: Path) -> Artifact:
             capacities=_capacities(converted.max_position_embeddings),
             tools=("gguf",),
             details={"hidden_act": "tanh approximation"} if exact else {},
+            recipe=uniform(FORMATS[stored], None if stored == "f32" else BLOCK),
         )
 
 
@@ -84,14 +98,14 @@ def _capacities(positions: int) -> list[int]:
     return sorted(even | {positions})
 
 
-def write_gguf(path: Path, spec: ModelSpec, tensors: Tensors, *, name: str) -> None:
-    """``tensors`` of :func:`as_qkv`.
+def write_gguf(path: Path, spec: ModelSpec, tensors: Tensors, stored: str, *, name: str) -> None:
+    """``tensors`` of :func:`as_qkv`; rounded by gguf's own rules where ``stored`` is integer.
 
     Raises:
         MissingDependencyError: no gguf.
     """
     try:
-        from gguf import GGUFWriter
+        from gguf import GGMLQuantizationType, GGUFWriter, quants
     except ImportError:
         raise MissingDependencyError(
             "baseline gguf needs gguf; pip install 'edgeqkv[gguf]'"
@@ -108,7 +122,11 @@ def write_gguf(path: Path, spec: ModelSpec, tensors: Tensors, *, name: str) -> N
     writer.add_layer_norm_eps(spec.layer_norm_eps)
     writer.add_tokenizer_model("none")
     for key, tensor in gguf_tensors(spec, tensors).items():
-        writer.add_tensor(key, np.ascontiguousarray(tensor))
+        how = stored if tensor.ndim == 2 else "f32"
+        if key == _TOP["wpe.weight"] and stored != "f32":
+            how = "f16"
+        kind = GGMLQuantizationType[how.upper()]
+        writer.add_tensor(key, quants.quantize(np.ascontiguousarray(tensor), kind), raw_dtype=kind)
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

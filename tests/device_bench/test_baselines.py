@@ -11,6 +11,7 @@ from edgeqkv.artifact import read_artifact
 from edgeqkv.errors import CheckpointError, MissingDependencyError, UnsupportedError, UsageError
 from edgeqkv.importers import read_checkpoint
 from edgeqkv.model_dir import build, save_model_dir
+from edgeqkv.quant import uniform
 from tests import hf_gpt2, variants
 from tests.parity import assert_parity, random_ids
 
@@ -84,7 +85,7 @@ def test_what_gpt2_cannot_be(model_dir, tmp_path, name, changes, words):
 
 def test_refusals(model_dir, tmp_path):
     folder, _ = model_dir("q-mqa")
-    with pytest.raises(UsageError, match="allowed: optimum, gguf"):
+    with pytest.raises(UsageError, match="allowed: optimum, gguf, gguf:q8_0"):
         write_baseline("tflite", folder, tmp_path / "out")
     with pytest.raises(CheckpointError, match="not a MODEL_DIR"):
         write_baseline("gguf", tmp_path, tmp_path / "out")
@@ -162,6 +163,30 @@ def test_gguf_holds_the_converted_weights(model_dir, tmp_path):
     assert again.files == artifact.files
 
 
+@pytest.mark.parametrize(("stored", "bits"), [("q8_0", 8), ("q4_0", 4)])
+def test_gguf_of_integers_has_the_bytes_of_ours(model_dir, tmp_path, stored, bits):
+    """Blocks of 32 and positions in fp16, as our recipe of as many bits; each value within a step."""
+    gguf = pytest.importorskip("gguf")
+    folder, decoder = model_dir("q-gqa")
+    artifact = write_baseline(f"gguf:{stored}", folder, tmp_path / "out")
+    assert artifact == read_artifact(tmp_path / "out")
+    assert (artifact.weights, artifact.quantisation.recipe) == (
+        f"int{bits}",
+        uniform(f"int{bits}", 32),
+    )
+    tensors = gguf.GGUFReader(tmp_path / "out" / "model.gguf").tensors
+    stored_bytes = sum(int(t.n_bytes) for t in tensors)
+    assert stored_bytes == artifact.quantisation.recipe.weight_bytes(artifact.model)
+    (up,) = [t for t in tensors if t.name == "blk.1.ffn_up.weight"]
+    found = gguf.quants.dequantize(up.data, up.tensor_type)
+    wanted = decoder.get_parameter("h.1.mlp.c_fc.weight").numpy()
+    largest = np.abs(wanted.reshape(-1, 32)).max(1, keepdims=True)
+    step = 1.01 * largest / (2 ** (bits - 1))  # 1.01: the scale is fp16
+    assert (np.abs(found - wanted).reshape(-1, 32) <= step).all()
+    with pytest.raises(UnsupportedError, match="in blocks of 32, found 64 and 100; use gguf"):
+        write_baseline("gguf:q8_0", model_dir("odd", intermediate_size=100)[0], tmp_path / "no")
+
+
 @pytest.mark.parametrize(
     ("positions", "expected"),
     [(64, [64]), (256, [256]), (1000, [256, 512, 768, 1000]), (2048, [512, 1024, 1536, 2048])],
@@ -170,18 +195,27 @@ def test_gguf_contexts(positions, expected):
     assert gguf_._capacities(positions) == expected
 
 
-@pytest.mark.parametrize("name", ["untied-tanh", "mqa", "identity-k=v"])
-def test_llama_cpp_computes_the_same(model_dir, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "tool", "error"),
+    [
+        ("untied-tanh", "gguf", 0.02),  # fp16 cache, one GELU, from a table
+        ("mqa", "gguf", 0.02),
+        ("identity-k=v", "gguf", 0.02),
+        ("mqa", "gguf:q8_0", 0.1),
+        ("mqa", "gguf:q4_0", 1.0),
+    ],
+)
+def test_llama_cpp_computes_the_same(model_dir, tmp_path, name, tool, error):
     pytest.importorskip("gguf")
     pytest.importorskip("llama_cpp")
     folder, decoder = model_dir(name)
-    artifact = write_baseline("gguf", folder, tmp_path / "out")
+    artifact = write_baseline(tool, folder, tmp_path / "out")
     runner = gguf_.load(artifact, tmp_path / "out", threads=1, capacity=64)
     try:
         ids = random_ids(decoder, 27)
         std = float(decoder(torch.from_numpy(ids)[None]).std())
         runner.prefill(ids[:3])  # forgotten by the reset in assert_parity
-        assert_parity(runner, decoder, atol=0.02 * std)  # fp16 cache, one GELU, from a table
+        assert_parity(runner, decoder, atol=error * std)
         assert runner.cache_regions() is None  # no bench worker: malloc puts small blocks anywhere
     finally:
         runner.close()
