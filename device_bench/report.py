@@ -41,6 +41,7 @@ BUDGETS = (("32 MiB", 32 << 20), ("512 MiB", 512 << 20), ("2 GiB", 2 << 30))
 _NAMES = {
     "coreml": "Core ML",
     "executorch": "ExecuTorch",
+    "genai": "ONNX Runtime GenAI",
     "gguf": "llama.cpp",
     "onnx": "ONNX Runtime",
     "optimum": "Optimum",

@@ -16,7 +16,13 @@ from edgeqkv.config import CONFIG
 from edgeqkv.console import note
 from edgeqkv.errors import UsageError
 
-TOOLS = ("optimum", "gguf", "gguf:q8_0", "gguf:q4_0")  # after the colon: how it stores weights
+TOOLS = (
+    "optimum",
+    "genai",
+    "gguf",
+    "gguf:q8_0",
+    "gguf:q4_0",
+)  # after the colon: how it stores weights
 
 
 class Baseline(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,27 @@ from edgeqkv.errors import BundleError, MissingDependencyError
 from edgeqkv.files import new_folder
 from edgeqkv.quiet import quiet
 from edgeqkv.runner import check_tokens, shut
+from edgeqkv.spec import ModelSpec
 
 BACKEND, ENTRY = "optimum", "model.onnx"
 RUNTIME = "optimum.onnxruntime.modeling_decoder"  # what the bench imports before it times the load
+TOOLS = ("optimum", "optimum-onnx", "transformers", "torch")
 _MISSING = "baseline optimum needs {}; pip install 'edgeqkv[optimum]'"
 
 
 def write(model_dir: Path, target: Path) -> Artifact:
-    """MODEL_DIR -> GPT-2 -> ``main_export`` -> bundle ``target``.
+    """MODEL_DIR -> bundle ``target``."""
+    return export_gpt2(model_dir, target, BACKEND, TOOLS, lambda folder, spec: None)
+
+
+def export_gpt2(
+    model_dir: Path,
+    target: Path,
+    backend: str,
+    tools: tuple[str, ...],
+    add: Callable[[Path, ModelSpec], None],
+) -> Artifact:
+    """MODEL_DIR -> GPT-2 -> ``main_export`` and what ``add`` writes beside it -> bundle ``target``.
 
     GPT-2 has as many key/value heads as query heads: grouped ones are repeated.
     """
@@ -43,10 +57,11 @@ def write(model_dir: Path, target: Path) -> Artifact:
                 do_validation=False,
                 local_files_only=True,
             )
+            add(Path(folder), converted)
             return finish(
                 folder,
                 model_dir,
-                backend=BACKEND,
+                backend=backend,
                 entry=ENTRY,
                 converted=converted,
                 original=original,
@@ -54,7 +69,7 @@ def write(model_dir: Path, target: Path) -> Artifact:
                 cache_mode="growing",
                 formulation="optimum",
                 capacities=[converted.max_position_embeddings],
-                tools=("optimum", "optimum-onnx", "transformers", "torch"),
+                tools=tools,
                 details={},
             )
 

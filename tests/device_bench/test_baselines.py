@@ -6,9 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from device_bench.baselines import gguf_, gpt2, optimum_, write_baseline
+from device_bench.baselines import genai_, gguf_, gpt2, optimum_, write_baseline
 from edgeqkv.artifact import read_artifact
-from edgeqkv.errors import CheckpointError, MissingDependencyError, UnsupportedError, UsageError
+from edgeqkv.errors import (
+    BundleError,
+    CheckpointError,
+    MissingDependencyError,
+    UnsupportedError,
+    UsageError,
+)
 from edgeqkv.importers import read_checkpoint
 from edgeqkv.model_dir import build, save_model_dir
 from edgeqkv.quant import uniform
@@ -85,7 +91,7 @@ def test_what_gpt2_cannot_be(model_dir, tmp_path, name, changes, words):
 
 def test_refusals(model_dir, tmp_path):
     folder, _ = model_dir("q-mqa")
-    with pytest.raises(UsageError, match="allowed: optimum, gguf, gguf:q8_0"):
+    with pytest.raises(UsageError, match="allowed: optimum, genai, gguf, gguf:q8_0"):
         write_baseline("tflite", folder, tmp_path / "out")
     with pytest.raises(CheckpointError, match="not a MODEL_DIR"):
         write_baseline("gguf", tmp_path, tmp_path / "out")
@@ -260,14 +266,30 @@ def test_optimum_computes_the_same_with_two_full_tensors(model_dir, tmp_path, op
     assert again.files == artifact.files  # what --resume knows a bundle by
 
 
+def test_genai_runs_that_export(model_dir, tmp_path, optimum):
+    """No region of its cache is known, so nothing is said of it; the process tells."""
+    pytest.importorskip("onnxruntime_genai")
+    folder, decoder = model_dir("q-mqa")
+    artifact = write_baseline("genai", folder, tmp_path / "out")
+    assert (artifact.backend, artifact.details["baseline_of"]) == ("genai", "Q-MQA")
+    runner = genai_.load(artifact, tmp_path / "out", threads=1, capacity=64)
+    runner.prefill(random_ids(decoder, 5))  # forgotten by the reset in assert_parity
+    assert_parity(runner, decoder)
+    assert runner.cache_regions() is None
+    runner.close()
+    (tmp_path / "out" / "genai_config.json").write_text("{")
+    with pytest.raises(BundleError, match="cannot be loaded by GenAI"):
+        genai_.load(artifact, tmp_path / "out", threads=1, capacity=64)
+
+
 # bench
 
 
 def test_bench_flag_refusals(model_dir, tmp_path, cli):
     folder, _ = model_dir("q-mqa")
     for arguments, words in (
-        ((folder,), "is a MODEL_DIR: export it first, or give --baseline-tool optimum|gguf"),
-        ((folder, "--baseline-tool", "tflite"), "allowed: optimum, gguf"),
+        ((folder,), "is a MODEL_DIR: export it first, or give --baseline-tool optimum|genai|gguf"),
+        ((folder, "--baseline-tool", "tflite"), "allowed: optimum, genai, gguf"),
         ((tmp_path, "--baseline-tool", "gguf"), "needs a MODEL_DIR"),
     ):
         assert words in cli("bench", *arguments, check=2).stderr
