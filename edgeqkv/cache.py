@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from edgeqkv.errors import SpecError
-from edgeqkv.spec import ModelSpec, check_keys
+from edgeqkv.spec import MOST, ModelSpec, check_keys
 
 DTYPE_BYTES = {"fp32": 4, "fp16": 2, "int8": 1}
 # Bytes of the scale that one row [head_dim] of one token carries: row ~ int8 row * scale.
@@ -39,14 +39,16 @@ class CacheSpec:
     dtype: str
 
     def __post_init__(self) -> None:
-        if self.layout not in LAYOUTS:
+        if not isinstance(self.layout, str) or self.layout not in LAYOUTS:
             raise SpecError(f"cache layout is {self.layout!r}; allowed: {', '.join(LAYOUTS)}")
-        if self.dtype not in DTYPE_BYTES:
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPE_BYTES:
             raise SpecError(f"cache dtype is {self.dtype!r}; allowed: {', '.join(DTYPE_BYTES)}")
         for name in ("num_layers", "num_key_value_heads", "head_dim", "capacity"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise SpecError(f"cache {name} is {value!r}; it must be a positive integer")
+        if self.num_layers > MOST:
+            raise SpecError(f"cache num_layers is {self.num_layers}; it must be {MOST} or less")
 
     @property
     def tensors_per_layer(self) -> int:

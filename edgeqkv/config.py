@@ -41,6 +41,9 @@ def read_config(folder: Path) -> tuple[ModelSpec, dict[str, Any]]:
         )
     fields = {k: v for k, v in config.items() if k not in _OWN_KEYS}
     try:
-        return ModelSpec.from_dict(fields), dict(config.get("provenance") or {})
+        spec, provenance = ModelSpec.from_dict(fields), dict(config.get("provenance") or {})
+        if not isinstance(provenance.get("inferences", []), list):
+            raise SpecError("provenance's inferences must be a list")
+        return spec, provenance
     except (SpecError, TypeError, ValueError) as e:
-        raise CheckpointError(f"{path}: {e}") from None
+        raise CheckpointError(f"{path}: {e}; correct it, or import the model again") from None

@@ -16,6 +16,7 @@ from edgeqkv.errors import SpecError
 
 QKV_SHARINGS = ("none", "q=k", "k=v", "q=k=v")
 QUERY_MODES = ("projected", "identity", "residual", "residual_gelu")
+MOST = 10_000  # layers, and heads
 HIDDEN_ACTS = ("gelu", "gelu_new")  # exact erf, tanh approximation: Hugging Face's names
 
 
@@ -56,6 +57,9 @@ class ModelSpec:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= 2**31 - 1:
                 raise SpecError(f"{name} is {value!r}; it must be a positive integer")
+        for name in ("num_hidden_layers", "num_attention_heads"):  # which are counted one by one
+            if getattr(self, name) > MOST:
+                raise SpecError(f"{name} is {getattr(self, name)}; it must be {MOST} or less")
         for name in _BOOLS:
             if not isinstance(getattr(self, name), bool):
                 raise SpecError(f"{name} is {getattr(self, name)!r}; it must be true or false")
