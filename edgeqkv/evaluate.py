@@ -105,9 +105,16 @@ def decode_rows(runner: Runner) -> Rows:
 
 
 def prefill_losses(
-    text: Windows, runner: Runner, used: int, count: int
+    text: Windows,
+    runner: Runner,
+    used: int,
+    count: int,
+    report: Callable[[int], None] = lambda done: None,
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """(positions, losses) of ``count`` predictions spread over the text, each by one prefill."""
+    """(positions, losses) of ``count`` predictions spread over the text, each by one prefill.
+
+    ``report`` hears how many are done.
+    """
     positions = np.unique(np.linspace(0, len(text.inputs) - 1, count).astype(np.int64))
     losses = np.zeros(len(positions))
     for i, at in enumerate(positions):
@@ -115,6 +122,7 @@ def prefill_losses(
         runner.reset()
         row = runner.prefill(text.inputs[start : at + 1])
         losses[i] = -log_softmax(row[:used])[text.targets[at]]
+        report(i + 1)
     return positions, losses
 
 

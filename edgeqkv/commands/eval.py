@@ -96,6 +96,7 @@ def evaluate_bundle(
     import numpy as np
 
     from edgeqkv.artifact import MANIFEST, file_entry
+    from edgeqkv.console import progress
     from edgeqkv.corpus import encode_file
     from edgeqkv.evaluate import decode_rows, perplexity, prefill_losses, windows
 
@@ -106,7 +107,14 @@ def evaluate_bundle(
     chunk = windows(ids, runner.capacity, tokens)
     theirs = None if reference is None else _reference(reference, used, runner.capacity)
     data, losses = _score(chunk, decode_rows(runner), used, theirs, reference)
-    positions, prefill = prefill_losses(chunk, runner, used, PREFILLS)
+    total = min(PREFILLS, len(chunk.inputs))
+    with progress(-(-total // 8), "eval prefill") as step:
+
+        def report(done: int) -> None:
+            if done % 8 == 0 or done == total:
+                step(f"{done} of {total} positions")
+
+        positions, prefill = prefill_losses(chunk, runner, used, PREFILLS, report)
     decode = losses[positions]
     return {
         "source": str(source),
