@@ -86,7 +86,9 @@ def run(
     ] = None,
     baseline_tool: Annotated[
         str | None,
-        typer.Option(help="optimum, genai, gguf, gguf:q8_0, gguf:q4_0: what each MODEL_DIR costs there."),
+        typer.Option(
+            help="optimum, genai, gguf, gguf:q8_0, gguf:q4_0: what each MODEL_DIR costs there."
+        ),
     ] = None,
     self_test: Annotated[
         bool, typer.Option("--self-test", help="Measure a runtime of known figures instead.")

@@ -172,7 +172,7 @@ def test_an_evaluation_stands_beside_the_bytes_of_its_bundle(cli, tmp_path, befo
     evaluation.write_text(json.dumps({"source": "x", "sha256": sha, **figures}))
     model.write_text(json.dumps({"source": "x", "sha256": None, **figures}))
     done = cli("compare", before, evaluation, check=0)
-    assert re.search(r"12\.5 +0\.25", done.stdout)
+    assert re.search(r"12\.5 +0\.49", done.stdout)  # 1.96 standard errors
     rows = json.loads(cli("compare", before, evaluation, "--json", check=0).stdout)["rows"]
     assert {r["layout"]: r["perplexity"] for r in rows} == {"shared": 12.5, "separate": None}
     evaluation.write_text(json.dumps({"source": "x", "sha256": "other", **figures}))
