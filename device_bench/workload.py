@@ -126,7 +126,9 @@ def expand(
     """
     tests = [(p, 0) for p in prompts if p] + [(0, n) for n in gens if n] + list(pairs)
     if not tests:
-        raise UsageError("nothing to run: both -p and -n are 0, and there is no -pg; give one of the three")
+        raise UsageError(
+            "nothing to run: both -p and -n are 0, and there is no -pg; give one of the three"
+        )
     one_round = list(itertools.product(range(bundles), tests, depths, threads))
     draw = random.Random(seed)
     plan: list[tuple[int, Workload]] = []

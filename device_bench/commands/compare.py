@@ -62,7 +62,9 @@ def run(
     if output is not None:
         check_suffix(output, (".html", ".md", ".csv", ".json"))
     if fail_on_regression is not None and baseline is None:
-        raise UsageError("--fail-on-regression needs what to be worse than; give --baseline NAME or FILE")
+        raise UsageError(
+            "--fail-on-regression needs what to be worse than; give --baseline NAME or FILE"
+        )
     limit = (
         None
         if fail_on_regression is None
