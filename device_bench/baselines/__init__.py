@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
+from device_bench.jobs import JobFailed, run_job
 from edgeqkv.artifact import MANIFEST, Artifact
 from edgeqkv.config import CONFIG
 from edgeqkv.console import note
-from edgeqkv.errors import UsageError
+from edgeqkv.errors import EdgeQKVError, UsageError
 
 TOOLS = (
     "optimum",
@@ -70,12 +71,23 @@ def resolve(paths: Sequence[Path], tools: str | None) -> list[tuple[Path, str | 
 
 
 def write_baselines(sources: Sequence[tuple[Path, str | None]], folder: Path) -> list[Path]:
-    """The bundle of each of :func:`resolve`'s entries; a baseline's is made in ``folder``."""
+    """The bundle of each of :func:`resolve`'s entries; a baseline's is made in ``folder``, by a process
+    that ends: this one would hold the memory of the largest while it measures.
+
+    Raises:
+        EdgeQKVError: what :func:`write_baseline` raises.
+    """
     paths = []
     for i, (path, tool) in enumerate(sources):
         if tool is not None:
             note(f"baseline {tool}: converting {path}")
-            write_baseline(tool, path, folder / str(i))
-            path = folder / str(i)
+            target = folder / str(i)
+            try:
+                run_job(
+                    {"pass": "baseline", "tool": tool, "model": str(path), "bundle": str(target)}
+                )
+            except JobFailed as e:
+                raise EdgeQKVError(str(e)) from None
+            path = target
         paths.append(path)
     return paths
