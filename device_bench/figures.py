@@ -273,6 +273,14 @@ def device_label(device: Device) -> str:
     return kind + ", ".join(p for p in parts if p) + " (emulated)" * device.emulated
 
 
+def unusual(weights: str, dtype: str, layout: str) -> str:
+    """What of a bundle is not the usual float32, for the end of its name: `` int4, int8 cache``."""
+    words = [weights] * (weights != "fp32") + [f"{dtype} cache"] * (
+        dtype != "fp32" and layout != "none"
+    )
+    return " " * bool(words) + ", ".join(words)
+
+
 def _anon(memory: Memory | None, stage: str) -> int | None:
     found: Snapshot | None = getattr(memory, stage, None)
     return found.anonymous + found.swap if found else None
@@ -329,7 +337,7 @@ def _ratio(row: Row, other: Row, against: str) -> Ratio:
 
     return Ratio(
         backend=row.backend,
-        what=f"{row.variant} {row.layout}",
+        what=f"{row.variant} {row.layout}{unusual(row.weights, row.dtype, row.layout)}",
         against=against,
         formula=over("formula"),
         declared=over("declared"),

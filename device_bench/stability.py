@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from device_bench.figures import Row
+from device_bench.figures import Row, unusual
 from device_bench.result import BenchResult, Samples
 from device_bench.stats import variation
 from edgeqkv.errors import UsageError
@@ -94,7 +94,8 @@ def warnings(results: Sequence[BenchResult], rows: Sequence[Row]) -> list[str]:
         worst = max(wide, key=_spread)
         lines.append(
             f"processes of {len(wide)} of {len(rows)} rows differ by more than {100 * HIGH_CV:.0f} % "
-            f"(worst {100 * _spread(worst):.0f} %: {worst.backend} {worst.variant} {worst.layout})"
+            f"(worst {100 * _spread(worst):.0f} %: {worst.backend} {worst.variant} {worst.layout}"
+            f"{unusual(worst.weights, worst.dtype, worst.layout)})"
         )
     reasons = Counter(r.unstable for r in timed if r.unstable)
     lines += [

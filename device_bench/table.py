@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from device_bench.compare import Comparison
-from device_bench.figures import Row, device_label, fold, one_per_bundle, ratios
+from device_bench.figures import Row, device_label, fold, one_per_bundle, ratios, unusual
 from device_bench.result import BenchResult
 from device_bench.stability import warnings
 from edgeqkv.console import WIDTH, print_table
@@ -59,7 +59,6 @@ _MEMORY: tuple[Column, ...] = (
         lambda r: short((r.process_ci95[1] - r.process_ci95[0]) / 2) if r.process_ci95 else None,
     ),
     ("bytes/token|workspace", lambda r: short(workspace(r))),
-    ("anon MiB|base", lambda r: mib(r.anon_baseline)),
     ("anon MiB|import", lambda r: mib(r.anon_import)),
     ("anon MiB|load", lambda r: mib(r.anon_load)),
     ("anon MiB|prefill", lambda r: mib(r.anon_prefill)),
@@ -127,7 +126,8 @@ def workspace(row: Row) -> float | None:
 
 
 def mib(nbytes: int | None) -> float | None:
-    return None if nbytes is None else round(nbytes / 2**20, 1)
+    """One digit after the point below 1000."""
+    return None if nbytes is None else round(nbytes / 2**20, 1 if nbytes < 1000 << 20 else None)
 
 
 def percent(part: float | None, whole: float | None) -> float | None:
@@ -159,10 +159,10 @@ def tables(results: Sequence[BenchResult]) -> list[Table]:
 
 
 def _tables(results: Sequence[BenchResult]) -> list[Table]:
-    rows = fold(results)
+    rows = _told_apart(fold(results))
     bundles = one_per_bundle(rows)
     made = [_table(_title(bundles), _BUNDLE, bundles)]
-    if found := ratios(rows, results):
+    if found := ratios(fold(results), results):
         cells: list[list[object]] = [
             [
                 *(r.backend, r.what, r.against),
@@ -182,6 +182,18 @@ def _tables(results: Sequence[BenchResult]) -> list[Table]:
         several = len({(r.n_prompt, r.n_gen) for r in rows}) > 1
         made.append(_table("Speed by threads and depth", _BY_TEST if several else _SPEED, rows))
     return made
+
+
+def _told_apart(rows: Sequence[Row]) -> list[Row]:
+    """With the formats of weights and cache after the variant, where rows differ in them."""
+    weights = len({r.weights for r in rows}) > 1
+    dtypes = len({(r.backend, r.dtype) for r in rows}) > len({r.backend for r in rows})
+
+    def named(row: Row) -> Row:
+        formats = [row.weights] * weights + [row.dtype] * (dtypes and row.layout != "none")
+        return dataclasses.replace(row, variant=" ".join([row.variant, "/".join(formats)]).rstrip())
+
+    return [named(row) for row in rows]
 
 
 def comparison_table(found: Sequence[Comparison], limit: float | None) -> Table:
@@ -221,8 +233,7 @@ def problems(results: Sequence[BenchResult]) -> list[str]:
     """A line for each result that is not ok, and for each bundle whose figures have a gap."""
     lines = [f"{r.status}: {describe(r)}: {r.reason}" for r in results if r.status != "ok"]
     gaps = {
-        f"not measured: {r.artifact.backend} {r.model.label} {r.cache.layout}: "
-        f"{r.cache.bytes_per_token.reason}": None
+        f"not measured: {name(r)}: {r.cache.bytes_per_token.reason}": None
         for r in results
         if r.status == "ok" and r.cache.bytes_per_token.reason
     }
@@ -230,12 +241,16 @@ def problems(results: Sequence[BenchResult]) -> list[str]:
     return [*dict.fromkeys(lines), *gaps, *doubts]
 
 
+def name(result: BenchResult) -> str:
+    """``onnx Q-MQA shared int4``."""
+    formats = unusual(result.artifact.weights, result.cache.dtype, result.cache.layout)
+    return f"{result.artifact.backend} {result.model.label} {result.cache.layout}{formats}"
+
+
 def describe(result: BenchResult) -> str:
-    """``onnx Q-MQA shared tg32 @ d512, 2 threads``."""
+    """``onnx Q-MQA shared int4 tg32 @ d512, 2 threads``."""
     w = result.workload
-    threads = f"{w.n_threads} thread{'s' * (w.n_threads > 1)}"
-    who = f"{result.artifact.backend} {result.model.label} {result.cache.layout}"
-    return f"{who} {w.label}, {threads}"
+    return f"{name(result)} {w.label}, {w.n_threads} thread{'s' * (w.n_threads > 1)}"
 
 
 def headings(columns: Sequence[str]) -> list[str]:

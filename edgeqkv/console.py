@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+LONG_WORD = 12  # characters
 WIDTH = 100  # tables fit a 100-column terminal, and are the same in a file
 
 
@@ -32,7 +33,16 @@ def print_table(
     table.padding = (0, 1, 0, gap - 1)
     for i, column in enumerate(columns):
         numeric = any(isinstance(r[i], (int, float)) for r in rows)
-        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        # Where a table is too wide, cells of several words or long paths give way: no word is cut.
+        words = [word for r in rows for word in str(r[i]).split()] + column.split()
+        rigid = not any(" " in str(r[i]) or len(str(r[i])) > LONG_WORD for r in rows)
+        table.add_column(
+            column,
+            justify="right" if numeric else "left",
+            overflow="fold",
+            no_wrap=rigid,
+            min_width=max((len(word) for word in words if len(word) <= LONG_WORD), default=1),
+        )
     for row in rows:
         table.add_row(*("-" if cell is None else str(cell) for cell in row))
     Console(width=WIDTH, highlight=False, markup=False).print(table)

@@ -200,6 +200,7 @@ def _sweep(
     from device_bench.output import render, write_whole
     from device_bench.result import append_result
     from device_bench.sweep import run_sweep
+    from device_bench.table import describe
     from edgeqkv.console import note, progress
 
     machines = [(d.describe(), d.engine) for d in devices]
@@ -223,10 +224,8 @@ def _sweep(
                 results.append(result)
                 if output is not None and lines:
                     append_result(output, result)
-            threads = f"{result.workload.n_threads} thread{'s' * (result.workload.n_threads > 1)}"
-            name = f"{result.artifact.backend} {result.model.label} {result.cache.layout}"
             outcome = "" if result.status == "ok" else f": {result.status}: {result.reason}"
-            advance(f"{name} {result.workload.label}, {threads}{outcome}")
+            advance(describe(result) + outcome)
 
         def sweep(device: Transport) -> None:
             run_sweep(

@@ -194,7 +194,7 @@ def test_files_by_suffix(cli, tmp_path, before):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"fail_on_regression": "5%"}, "needs --baseline"),
+        ({"fail_on_regression": "5%"}, "give --baseline"),
         ({"baseline": "separate", "fail_on_regression": "much"}, "must be a percentage"),
         ({"output": Path("r.html"), "budget": ["lots"]}, "size is 'lots'"),
     ],
