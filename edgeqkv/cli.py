@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import signal
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
 from edgeqkv import __version__
@@ -49,6 +51,23 @@ HINTS = {
 }
 
 
+class Command(TyperCommand):
+    """One subcommand: an option of one value is given once, and usage names arguments as they are."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        options = [p for p in order if p.param_type_name == "option"]
+        for p, times in Counter(options).items():
+            if times > 1 and not (getattr(p, "is_flag", False) or getattr(p, "multiple", False)):
+                ctx.fail(f"{'/'.join(p.opts)} is given {times} times; give it once")
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        arguments = [p for p in self.get_params(ctx) if p.param_type_name == "argument"]
+        names = [(p.metavar or str(p.name).upper(), p.required) for p in arguments]
+        return ["[OPTIONS]", *(name if needed else f"[{name}]" for name, needed in names)]
+
+
 class Commands(TyperGroup):
     """Loads a subcommand's module when it is called, so ``inspect`` never imports torch."""
 
@@ -64,7 +83,7 @@ class Commands(TyperGroup):
         if entry is None:
             return None
         single = typer.Typer(add_completion=False)
-        single.command(name=cmd_name)(entry.load())
+        single.command(name=cmd_name, cls=Command)(entry.load())
         command = typer.main.get_command(single)
         command.name = cmd_name
         return command
@@ -174,6 +193,7 @@ def _usage(e: TyperException) -> str:
             found = [error["input"] for error in getattr(e.__cause__, "errors", list)()]
             what = name + (f" is {found[0]!r}" if found else "") + f": {e.message}"
             what = what.replace("Input should be", "it should be")
+            what = re.sub(", unable to parse.*", "", what)
     what = " ".join(what.split()).rstrip(".")
     return f"{command}: {what[:1].lower()}{what[1:]}; see {command} --help"
 

@@ -11,7 +11,7 @@ import typer
 
 def run(
     model: Annotated[
-        Path | None, typer.Argument(metavar="[MODEL_DIR]", help="Or give --preset.")
+        Path | None, typer.Argument(metavar="MODEL_DIR", help="Or give --preset.")
     ] = None,
     preset: Annotated[str | None, typer.Option(help="A shape of the papers.")] = None,
     context: Annotated[str, typer.Option(help="Comma list of tokens.")] = "2048,32768",
@@ -58,13 +58,13 @@ def run(
         groups=groups or default_groups(shape),
     )
     if as_json:
-        print_json([dataclasses.asdict(r) for r in rows])
+        print_json([dataclasses.asdict(r) | {"asked": r.variant == shape.label} for r in rows])
         return
-    columns = ["variant", "layout", "parameters", "weights", "B/token", "smaller"]
-    columns += [f"cache @{c}" for c in contexts] + (["fits"] if budget else [])
+    columns = ["variant", "layout", "parameters", "weights", "bytes\n/token", "smaller\nthan QKV"]
+    columns += [f"cache\n@{c}" for c in contexts] + ([f"tokens\nin {budget}"] if budget else [])
     cells: list[list[object]] = [
         [
-            r.variant,
+            r.variant + "*" * (r.variant == shape.label),
             r.layout,
             f"{r.parameters:,}",
             human_bytes(r.weight_bytes),
@@ -76,9 +76,13 @@ def run(
         for r in rows
     ]
     print_table(columns, cells)
-    beyond = [c for c in contexts if c > shape.max_position_embeddings]
-    if beyond:
+    if any(r.variant == shape.label for r in rows):
+        print(f"* {shape.label}: the variant of {preset or model}; the others have the same shape.")
+    print("smaller than QKV: the cache, against QKV's with full heads and two tensors per layer.")
+    if budget:
+        print(f"tokens in {budget}: the context whose cache fits into it beside the weights.")
+    if max(*contexts, *(r.max_context or 0 for r in rows)) > shape.max_position_embeddings:
         print(
-            f"The model has {shape.max_position_embeddings} learned positions; "
-            f"figures at {', '.join(map(str, beyond))} are sizes, not a trained context."
+            f"The model has {shape.max_position_embeddings} learned positions: figures beyond are "
+            "sizes, not a trained context."
         )

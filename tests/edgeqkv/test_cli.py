@@ -26,6 +26,8 @@ def test_help_shows_every_word_and_an_example(cli, command):
     # What stands in square brackets within a help text would be taken for markup, and vanish.
     assert not re.search(r"\w \.(\s|$)", done.stdout), done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 100
+    (usage,) = re.findall("Usage: .*", done.stdout)
+    assert not re.search(r"[{}]|\[\[|\.\.\.\]\.\.\.", usage), usage
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +98,9 @@ def test_wrong_use_of_every_command_is_one_line_and_2(said, command):
     ("status", "arguments", "words"),
     [
         (2, "nope", "no such command 'nope'"),
-        (2, "bench bundle -r x", "-r/--repetitions is 'x': it should be a valid integer"),
+        (2, "bench bundle -r x", "-r/--repetitions is 'x': it should be a valid integer; see"),
+        (2, "bench bundle -r 1 --repetitions 2", "-r/--repetitions is given 2 times; give it once"),
+        (2, "estimate --preset 300m-qkv --preset 300m-mqa", "--preset is given 2 times"),
         *(
             (1, f"{command} {path} {more}", f"{path} ")
             for path in ("nowhere", "empty", "garbage", "broken", "fifo")

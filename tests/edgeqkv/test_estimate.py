@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 
@@ -58,11 +59,17 @@ def test_bad_sizes(text):
 
 def test_command(cli):
     out = cli("estimate", "--preset", "1.2b-q-mqa", "--budget", "4GiB", "--json", check=0).stdout
-    assert {"Q-MQA", "QKV"} <= {r["variant"] for r in json.loads(out)}
+    assert {r["variant"]: r["asked"] for r in json.loads(out)}.items() >= {
+        "Q-MQA": True,
+        "QKV": False,
+    }.items()
     table = cli("estimate", "--preset", "1.2b-q-mqa", "--budget", "4GiB", check=0).stdout
     assert max(map(len, table.splitlines())) <= 100
     assert "64x" in table
     assert "88.0 MiB" in table
+    assert re.findall(r"^(\S+)\*", table, re.M) == ["Q-MQA", "Q-MQA"]  # shared and separate
+    assert "* Q-MQA: the variant of 1.2b-q-mqa" in table
+    assert "tokens in 4GiB: " in table
 
 
 @pytest.mark.parametrize(
