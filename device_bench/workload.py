@@ -14,7 +14,11 @@ from numpy.typing import NDArray
 
 from edgeqkv.errors import UsageError
 
-_RANGE = re.compile(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?")
+_NUMBER = r"(\d{1,10})"  # 10 digits hold all that fits 31 bits
+_RANGE = re.compile(f"{_NUMBER}(?:-{_NUMBER}(?:([+*]){_NUMBER})?)?")
+MOST = 2**31 - 1
+MOST_VALUES = 1000  # of one flag
+MOST_RUNS = 100_000  # a day and more of them, at a second each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +56,15 @@ class Workload:
         """Context that the workload needs in all."""
         return self.n_depth + self.n_prompt + self.n_gen
 
+    def misfit(self, capacity: int) -> str | None:
+        """Why it does not run in a context of ``capacity`` tokens; None when it fits."""
+        if self.n_tokens <= capacity:
+            return None
+        return (
+            f"{self.label} needs a context of {self.n_tokens} tokens, the bundle holds "
+            f"{capacity}; shorten it or export with a larger --max-context"
+        )
+
     def ids(self, used_tokens: int) -> NDArray[np.int64]:
         """Random token ids [n_tokens] below ``used_tokens``: depth, then prompt, then generated."""
         return np.random.default_rng(self.seed).integers(
@@ -63,24 +76,31 @@ def parse_counts(text: str, flag: str, *, low: int = 0) -> list[int]:
     """``1,2``, ``128-512+128`` or ``0-512*2`` as a list, in the order given, without repeats.
 
     A range is first-last+step or first-last*factor; without either the step is 1. A factor cannot
-    leave 0, so ``0-512*2`` is 0, 1, 2, 4 ... 512.
+    leave 0, so ``0-512*2`` is 0, 1, 2, 4 ... 512. No more than MOST_VALUES are ever made.
     """
-    counts: list[int] = []
+    counts: dict[int, None] = {}
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
         if match is None:
             raise UsageError(
                 f"{flag} is {text!r}; allowed: numbers, comma lists, ranges like 128-512+128 or 64-512*2"
             )
-        counts += _range(*match.groups(), flag=flag)
-    if bad := [c for c in counts if c < low or c > 2**31 - 1]:
-        raise UsageError(f"{flag} is {bad[0]}; it must be at least {low} and fit 31 bits")
-    return list(dict.fromkeys(counts))
+        found = _range(*match.groups(), flag=flag)
+        if bad := [c for c in (found[0], found[-1]) if not low <= c <= MOST]:
+            raise UsageError(f"{flag} is {bad[0]}; it must be at least {low} and fit 31 bits")
+        if len(counts) + len(found) > MOST_VALUES:
+            raise UsageError(
+                f"{flag} {text if len(text) < 50 else 'is a list that'} makes "
+                f"{len(counts) + len(found)} values; allowed: {MOST_VALUES} at most; give fewer, or "
+                "ranges with larger steps such as 128-4096+128"
+            )
+        counts.update(dict.fromkeys(found))
+    return list(counts)
 
 
 def parse_pair(text: str) -> tuple[int, int]:
     """``128,32`` -> prompt and generated length, both at least 1."""
-    match = re.fullmatch(r"\s*(\d+)\s*,\s*(\d+)\s*", text)
+    match = re.fullmatch(rf"\s*{_NUMBER}\s*,\s*{_NUMBER}\s*", text)
     if match is None or not int(match[1]) or not int(match[2]):
         raise UsageError(f"-pg is {text!r}; allowed: prompt,generated such as 128,32")
     return int(match[1]), int(match[2])
@@ -88,14 +108,14 @@ def parse_pair(text: str) -> tuple[int, int]:
 
 def _range(
     first: str, last: str | None, operator: str | None, by: str | None, *, flag: str
-) -> list[int]:
+) -> Sequence[int]:
     start, stop, step = int(first), int(last or first), int(by or 1)
     if stop < start:
         raise UsageError(f"{flag} {first}-{last} runs backwards; give the smaller number first")
     if step < 1 or (operator == "*" and step < 2):
         raise UsageError(f"{flag} {first}-{last}{operator}{by} never ends; give +1 or *2 or more")
     if operator != "*":
-        return list(range(start, stop + 1, step))
+        return range(start, stop + 1, step)
     counts = [0] if start == 0 else []
     value = start or 1
     while value <= stop:
@@ -128,6 +148,11 @@ def expand(
     if not tests:
         raise UsageError(
             "nothing to run: both -p and -n are 0, and there is no -pg; give one of the three"
+        )
+    runs = len(tests) * len(depths) * len(threads) * bundles * processes
+    if runs > MOST_RUNS:
+        raise UsageError(
+            f"-p, -n, -d, -t and --processes ask for {runs} runs in all; allowed: {MOST_RUNS} at most"
         )
     one_round = list(itertools.product(range(bundles), tests, depths, threads))
     draw = random.Random(seed)

@@ -34,6 +34,11 @@ def test_lists_and_ranges(text, counts):
         ("1-9*1", "never ends"),
         ("1-9+0", "never ends"),
         ("3000000000", "fit 31 bits"),
+        ("1-3000000000", "fit 31 bits"),
+        ("9" * 5000, "allowed: numbers"),
+        ("1-100000000", "-d 1-100000000 makes 100000000 values; allowed: 1000 at most"),
+        ("1-1000,0", "makes 1001 values"),
+        (",".join(map(str, range(1001))), "-d is a list that makes 1001 values"),
     ],
 )
 def test_nonsense_is_refused(text, words):
@@ -81,6 +86,13 @@ def test_the_processes_of_a_configuration_are_a_round_apart():
 def test_nothing_to_run_is_an_error():
     with pytest.raises(UsageError, match="both -p and -n are 0"):
         expand([0], [0], [0], [1], repetitions=1, seed=0)
+
+
+def test_a_sweep_that_never_ends_is_an_error():
+    with pytest.raises(UsageError, match="ask for 3000000000 runs in all; allowed: 100000"):
+        expand(range(1, 1001), [0], range(1000), [1], repetitions=1, seed=0, processes=3000)
+    with pytest.raises(UsageError, match="allowed: 100000"):
+        expand([1], [0], [0], [1], repetitions=1, seed=0, processes=10**12)
 
 
 def test_tokens_are_drawn_below_the_used_vocabulary():
