@@ -97,11 +97,16 @@ def label(row: Row) -> str:
     return " ".join([row.backend, row.variant, row.layout, *unusual])
 
 
-def workload_label(row: Row) -> str:
-    """``pp128+tg32 @ d512, 2 threads``."""
+def test_label(row: Row) -> str:
+    """``pp128, tg32``: two tests; ``pp128+tg32``: one, whose decode follows the prompt."""
     parts = [f"pp{row.n_prompt}"] * bool(row.n_prompt) + [f"tg{row.n_gen}"] * bool(row.n_gen)
+    return ("+" if row.decode_depth > row.depth else ", ").join(parts)
+
+
+def workload_label(row: Row) -> str:
+    """``pp128, tg32 @ d512, 2 threads``."""
     depth = f" @ d{row.depth}" if row.depth else ""
-    return f"{'+'.join(parts)}{depth}, {row.threads} thread{'s' * (row.threads > 1)}"
+    return f"{test_label(row)}{depth}, {row.threads} thread{'s' * (row.threads > 1)}"
 
 
 def against_bundle(rows: Sequence[Row], name: str) -> list[Comparison]:
@@ -190,7 +195,7 @@ def _identity(row: Row) -> tuple[str, ...]:
 
 
 def _test(row: Row) -> tuple[int | None, ...]:
-    return (row.threads, row.depth, row.n_prompt, row.n_gen)
+    return (row.threads, row.depth, row.decode_depth, row.n_prompt, row.n_gen)
 
 
 def mixtures(results: Sequence[BenchResult]) -> list[str]:

@@ -19,7 +19,8 @@ class Row:
 
     Times and speeds (tok/s) are medians over processes of each process's median over repetitions;
     ``*_by_process`` are those medians, ``*_ci95`` their 95 % interval. Times are None when
-    interpreted. driver: what drives the runtime, python, native or page. step_bytes: what a decode step has to read, weights and the cache as it is halfway
+    interpreted. depth: tokens in the context before the prompt; decode_depth: before the first decoded
+    token, deeper where a test is both (``-pg``). driver: what drives the runtime, python, native or page. step_bytes: what a decode step has to read, weights and the cache as it is halfway
     through the workload; limit_tok_s: the speed at which reading that alone fills the step, at the
     bandwidth measured for as many threads and bytes; limit_share: decode speed over it. ``anon_*``: anonymous memory and swap after each stage, bytes, the
     last two at the end of the prefill and of the decode workload: unlike USS it does not change
@@ -41,6 +42,7 @@ class Row:
     emulated: bool
     threads: int
     depth: int
+    decode_depth: int
     n_prompt: int | None
     n_gen: int | None
     formula: int
@@ -169,13 +171,14 @@ def _row(
         variant=first.model.label,
         layout=first.cache.layout,
         dtype=first.cache.dtype,
-        weights=first.artifact.weights,
+        weights=first.artifact.details.get("stored_weights", first.artifact.weights),
         formulation=first.artifact.formulation,
         device=device_label(first.device),
         kind=first.device.kind,
         emulated=first.device.emulated,
         threads=first.workload.n_threads,
         depth=first.workload.n_depth,
+        decode_depth=first.workload.n_depth + (decoded[0] if decoded else 0),
         n_prompt=prompt,
         n_gen=gen,
         formula=cache.formula,

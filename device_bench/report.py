@@ -151,7 +151,7 @@ def headlines(results: Sequence[BenchResult], rows: Sequence[Row]) -> list[Headl
     if best and _repeats(best):  # no other may be called the most: the true best may be any
         what = (
             f"tokens per second at most: {best.variant} {best.layout} on {best.backend}, "
-            f"depth {best.depth:,}, {plural(best.threads, 'thread')}"
+            f"depth {best.decode_depth:,}, {plural(best.threads, 'thread')}"
         )
         found.append(Headline(count(best.decode_tok_s or 0), what))
     return [Headline(h.figure, h.what.replace("-", "\N{NON-BREAKING HYPHEN}")) for h in found]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from html import escape
 
 from device_bench import svg
-from device_bench.compare import workload_label
+from device_bench.compare import test_label, workload_label
 from device_bench.figures import Row, one_per_bundle
 from device_bench.report_parts import (
     Cells,
@@ -36,7 +36,7 @@ def speed(
     if not timed:
         return None
     timed, axis = in_order(timed), _speed_axis(timed)
-    depths = sorted({r.depth for r in timed})
+    depths = sorted({r.decode_depth for r in timed})
     draw = _by_bundle if len(depths) == 1 else _by_depth
     drawn, key = draw(timed, colours, axis)
     ends = [end for r in timed for end in r.decode_ci95 or ()]
@@ -141,16 +141,17 @@ def _by_bundle(timed: Sequence[Row], colours: dict[str, str], axis: Axis) -> Dra
 
 def _by_depth(timed: Sequence[Row], colours: dict[str, str], y: Axis) -> Drawn:
     """A panel for whatever its lines cannot tell apart: they have a variant's colour and a layout's dash."""
-    x = svg.linear_axis("tokens in the context before", 0, max(r.depth for r in timed), count)
+    x = svg.linear_axis(
+        "tokens in the context before", 0, max(r.decode_depth for r in timed), count
+    )
     x = dataclasses.replace(x, low=-x.high / 25, high=x.high * 26 / 25)  # room for the shifts
     called, several = names(timed), len({r.device for r in timed}) > 1
-    tests = {(r.n_prompt, r.n_gen) for r in timed}
+    tests = {test_label(r) for r in timed}
 
     def panel(r: Row) -> str:
         known = [r.backend, f"{r.weights} weights" * (r.weights != "fp32")]
         known += [f"{r.dtype} cache" * (r.dtype != "fp32"), r.driver * (r.driver != "python")]
-        test = workload_label(dataclasses.replace(r, depth=0))
-        known.append(test if len(tests) > 1 else plural(r.threads, "thread"))
+        known += [test_label(r)] * (len(tests) > 1) + [plural(r.threads, "thread")]
         return ", ".join([k for k in known if k] + [r.device] * several) + marked(r)
 
     drawn, every = [], []
@@ -160,13 +161,15 @@ def _by_depth(timed: Sequence[Row], colours: dict[str, str], y: Axis) -> Drawn:
         for r in group:
             lines.setdefault((called[r], r.sha256), []).append(r)
         for i, own in enumerate(lines.values()):
-            own.sort(key=lambda r: r.depth)
+            own.sort(key=lambda r: r.decode_depth)
             shift = 4 * (i - (len(lines) - 1) / 2)
             css = colours[own[0].variant] + ("" if own[0].layout == "shared" else " separate")
             style = "solid" if own[0].layout == "shared" else "dashed"
             marks = [_speed_mark(r, called[r]) for r in own]
             bound = [
-                Mark(r.depth, r.limit_tok_s, f"limit of {called[r]}") for r in own if r.limit_tok_s
+                Mark(r.decode_depth, r.limit_tok_s, f"limit of {called[r]}")
+                for r in own
+                if r.limit_tok_s
             ]
             series.append(Series(called[own[0]], css, marks, style, shift=shift))
             series.append(Series("limit", css, bound, "dotted", dots=False))
@@ -182,10 +185,10 @@ def _speed_chart(heading: str, series: Sequence[Series], x: Axis, y: Axis, width
 
 def _speed_mark(r: Row, who: str) -> Mark:
     low, high = r.decode_ci95 or (None, None)
-    text = f"{who}, depth {r.depth:,}: {count(r.decode_tok_s or 0)} tok/s"
+    text = f"{who}, depth {r.decode_depth:,}: {count(r.decode_tok_s or 0)} tok/s"
     if r.decode_ci95:
         text += f" ({_ends(r.decode_ci95)})"
-    return Mark(r.depth, r.decode_tok_s or 0, text, low, high)
+    return Mark(r.decode_depth, r.decode_tok_s or 0, text, low, high)
 
 
 def _ends(ci95: tuple[float, float] | None) -> str | None:

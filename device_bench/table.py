@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from device_bench.compare import Comparison
+from device_bench.compare import Comparison, test_label
 from device_bench.figures import Row, device_label, fold, one_per_bundle, ratios, unusual
 from device_bench.result import BenchResult
 from device_bench.stability import warnings
@@ -41,7 +41,7 @@ _BUNDLE: tuple[Column, ...] = (
     *_WHO,
     ("bytes/token|formula", lambda r: r.formula),
     ("bytes/token|declared", lambda r: r.declared),
-    ("bytes/token|measured", lambda r: short(r.measured_cache)),
+    ("bytes/token|measured", lambda r: whole(r.measured_cache)),
     ("file\nMiB", lambda r: mib(r.nbytes)),
     ("load\nms", lambda r: short(r.load_ms)),
     ("TTFT\nms", lambda r: short(r.ttft_ms)),
@@ -52,7 +52,7 @@ _BUNDLE: tuple[Column, ...] = (
 _MEMORY: tuple[Column, ...] = (
     *_WHO,
     ("over", lambda r: r.over),
-    ("bytes/token|cache", lambda r: short(r.measured_cache)),
+    ("bytes/token|cache", lambda r: whole(r.measured_cache)),
     ("bytes/token|process", lambda r: short(r.measured_process)),
     (
         "bytes/token|+-",
@@ -81,8 +81,7 @@ _SPEED: tuple[Column, ...] = (
 # Where a depth has more than one test: which, in the place of what is the bundle's.
 _BY_TEST: tuple[Column, ...] = (
     *_SPEED[:5],
-    ("p", lambda r: r.n_prompt),
-    ("n", lambda r: r.n_gen),
+    ("test", test_label),
     *_SPEED[6:],
 )
 _QUALITY: tuple[Column, ...] = (
@@ -109,6 +108,11 @@ def decode_speed(row: Row) -> object:
         return INTERPRETED
     ran = row.status != "failed"
     return EMULATED if row.emulated and ran else short(row.decode_tok_s)
+
+
+def whole(value: float | None) -> float | None:
+    """Bytes: without a point where there is nothing after it."""
+    return int(value) if value is not None and value == int(value) else short(value)
 
 
 def short(value: float | None) -> float | None:
@@ -179,7 +183,7 @@ def _tables(results: Sequence[BenchResult]) -> list[Table]:
     if known := [r for r in bundles if r.perplexity is not None]:
         made.append(_table("Quality, from `edgeqkv eval`", _QUALITY, known))
     if len(rows) > len(bundles) or any(r.decode_ci95 or r.limit_share for r in rows):
-        several = len({(r.n_prompt, r.n_gen) for r in rows}) > 1
+        several = len({test_label(r) for r in rows}) > 1
         made.append(_table("Speed by threads and depth", _BY_TEST if several else _SPEED, rows))
     return made
 
@@ -223,10 +227,8 @@ def _title(bundles: Sequence[Row]) -> str:
     def each(field: str) -> str:
         return "/".join(str(v) for v in sorted({getattr(r, field) or 0 for r in bundles}))
 
-    return (
-        f"pp{each('n_prompt')} and tg{each('n_gen')} at depth {each('depth')}, "
-        f"threads {each('threads')}; medians"
-    )
+    tests = " / ".join(sorted({test_label(r) for r in bundles}))
+    return f"{tests} at depth {each('depth')}, threads {each('threads')}; medians"
 
 
 def problems(results: Sequence[BenchResult]) -> list[str]:

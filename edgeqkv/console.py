@@ -45,7 +45,11 @@ def print_table(
         )
     for row in rows:
         table.add_row(*("-" if cell is None else str(cell) for cell in row))
-    Console(width=WIDTH, highlight=False, markup=False).print(table)
+    console = Console(width=WIDTH, highlight=False, markup=False)
+    with console.capture() as drawn:
+        console.print(table)
+    # Without the blanks that fill the last column.
+    print("\n".join(line.rstrip() for line in drawn.get().splitlines()))
 
 
 def note(message: str) -> None:

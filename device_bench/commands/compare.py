@@ -36,6 +36,7 @@ def run(
         Path | None,
         typer.Option("-o", "--output", help="Write .html (the report), .md, .csv or .json."),
     ] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace -o FILE.")] = False,
     budget: Annotated[
         list[str] | None,
         typer.Option(metavar="[NAME=]SIZE", help="A device's memory, drawn into the report."),
@@ -61,6 +62,14 @@ def run(
         raise UsageError("give one of --markdown, --csv and --json")
     if output is not None:
         check_suffix(output, (".html", ".md", ".csv", ".json"))
+        if any(output.resolve() == f.resolve() for f in files):
+            raise UsageError(f"-o is {output}, which is compared; choose another name")
+        if output.exists() and not overwrite:
+            raise UsageError(f"{output} exists; give --overwrite to replace it")
+    if budget and (output is None or output.suffix != ".html"):
+        raise UsageError("--budget is drawn into the report; give -o FILE.html")
+    if mixed and baseline is None:
+        raise UsageError("--mixed is about ratios; give --baseline NAME or FILE too")
     if fail_on_regression is not None and baseline is None:
         raise UsageError(
             "--fail-on-regression needs what to be worse than; give --baseline NAME or FILE"
@@ -130,6 +139,9 @@ def _read(
         (earlier if path is earlier_file else results).extend(found)
         if warning:
             note(warning)
+    results, again = _without_copies(results)
+    if again:
+        note(f"warning: {again} lines are given more than once and count once")
     if not results:
         raise UsageError(
             "no results to compare; give the RESULTS.jsonl that `edgeqkv bench -o` wrote"
@@ -138,6 +150,14 @@ def _read(
     for line in lost:
         note(f"warning: {line}")
     return joined, earlier
+
+
+def _without_copies(results: Sequence[BenchResult]) -> tuple[list[BenchResult], int]:
+    """(results, how many were left out): a copy is no further process, and would narrow intervals."""
+    import json
+
+    once = {json.dumps(r.to_dict(), sort_keys=True): r for r in results}
+    return list(once.values()), len(results) - len(once)
 
 
 def _data(results: Sequence[BenchResult], found: Sequence[Comparison]) -> dict[str, object]:
@@ -192,9 +212,11 @@ def _judge(found: Sequence[Comparison], limit: float) -> None:
             note(
                 f"regression: {what}: {c.worse:+.1%} worse than {c.against} ({low:+.1%} to {high:+.1%})"
             )
-    unknown = sorted({c.figure for c in found if c.regressed(limit) is None and c.worse > limit})
+    unknown = {c.figure for c in found if c.regressed(limit) is None and c.worse > limit}
     if unknown:
+        worse = ", ".join(sorted(unknown))
+        # Peak RSS is read once, in however many processes.
+        more = "; more --processes give one" * bool(unknown - {"peak RSS"})
         note(
-            f"warning: not judged, though worse by more than the limit, for want of an interval: "
-            f"{', '.join(unknown)}; more --processes give one"
+            f"warning: worse by more than the limit, not judged for want of an interval: {worse}{more}"
         )

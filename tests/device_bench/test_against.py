@@ -111,7 +111,7 @@ def test_exit_6_says_what_regressed(cli, tmp_path, before):
 def test_no_worse_is_exit_0_and_unjudged_is_said(cli, tmp_path, before):
     flags = ("--baseline", before, "--fail-on-regression", "5")
     done = cli("compare", after(tmp_path, slower=1.3, processes=1), *flags, check=0)
-    assert "not judged, though worse by more than the limit" in done.stderr
+    assert "worse by more than the limit, not judged for want of an interval: decode" in done.stderr
     assert "decode tok/s" in done.stderr
 
 
@@ -191,12 +191,34 @@ def test_files_by_suffix(cli, tmp_path, before):
     assert "must end in .html" in cli("compare", before, "-o", "x.pdf", check=2).stderr
 
 
+def test_nothing_is_replaced_unasked(cli, tmp_path, before):
+    out = tmp_path / "o.md"
+    out.write_text("mine")
+    assert "give --overwrite" in cli("compare", before, "-o", out, check=2).stderr
+    assert out.read_text() == "mine"
+    cli("compare", before, "-o", out, "--overwrite", check=0)
+    other = write(tmp_path / "r.json", sweep(tmp_path / "c"))
+    text = other.read_text()
+    done = cli("compare", before, other, "-o", other, "--overwrite", check=2)
+    assert "which is compared" in done.stderr
+    assert other.read_text() == text
+
+
+def test_a_line_given_twice_is_no_second_process(cli, tmp_path, before):
+    once = json.loads(cli("compare", before, "--json", check=0).stdout)
+    done = cli("compare", before, before, "--json", check=0)
+    assert json.loads(done.stdout) == once
+    assert "6 lines are given more than once and count once" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"fail_on_regression": "5%"}, "give --baseline"),
         ({"baseline": "separate", "fail_on_regression": "much"}, "must be a percentage"),
         ({"output": Path("r.html"), "budget": ["lots"]}, "size is 'lots'"),
+        ({"budget": ["1GiB"]}, "give -o FILE.html"),
+        ({"mixed": True}, "give --baseline"),
     ],
 )
 def test_misuse_is_one_line(before, options, words):

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from device_bench.compare import against_bundle, workload_label
 from device_bench.figures import fold, ratios
 from device_bench.result import append_result
 from device_bench.table import headings, short, tables
@@ -59,9 +60,15 @@ def test_another_test_at_the_same_depth_is_a_row_of_its_own(lines):
     assert [(r.n_prompt, r.n_gen) for r in here] == [(128, 4), (64, 4)]
     assert [len(r.decode_by_process) for r in here] == [1, 1]
     assert [r.decode_tok_s for r in here] == pytest.approx([1000, 500])
-    assert {"p", "n"} <= set(
-        tables([*lines, dataclasses.replace(shared, workload=both)])[-1].columns
-    )
+    made = tables([*lines, dataclasses.replace(shared, workload=both)])[-1]
+    shown = [row[made.columns.index("test")] for row in made.rows]
+    assert {"pp128, tg4", "pp64+tg4"} <= set(shown)
+    again = dataclasses.replace(shared.workload, n_prompt=128)
+    # as many tokens as the two tests, decoded 128 tokens deeper
+    (same,) = fold([dataclasses.replace(shared, workload=again, samples=samples)])
+    assert (same.depth, same.decode_depth) == (here[0].depth, here[0].decode_depth + 128)
+    assert workload_label(same) == workload_label(here[0]).replace(", tg4", "+tg4")
+    assert against_bundle([*here, dataclasses.replace(same, sha256="x", name="x")], "x") == []
 
 
 def test_processes_count_the_same_however_many_repetitions_they_made(lines):
