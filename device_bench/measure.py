@@ -110,11 +110,8 @@ def cold_pass(artifact: Artifact, bundle: Path, workload: Workload) -> ColdStart
 
 
 def check_fits(runner: Runner, workload: Workload) -> None:
-    if workload.n_tokens > runner.capacity:
-        raise RunError(
-            f"{workload.label} needs a context of {workload.n_tokens} tokens, the bundle holds "
-            f"{runner.capacity}; shorten it or export with a larger --max-context"
-        )
+    if (reason := workload.misfit(runner.capacity)) is not None:
+        raise RunError(reason)
 
 
 def memory_pass(artifact: Artifact, bundle: Path, workload: Workload) -> Memory | None:

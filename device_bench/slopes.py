@@ -18,6 +18,7 @@ from edgeqkv.cache import cache_spec
 
 TOLERANCE = 0.03  # measured, declared and formula bytes per token must agree this well
 LEAST_CAPACITIES = 3
+UNTOLD = "the runtime does not tell where its cache is"
 
 
 def formula(artifact: Artifact) -> int:
@@ -64,12 +65,17 @@ def measure_cache(
     if interpreted:
         reason = "interpreted: this process's memory says nothing about the real runtime"
     if reason is not None:
-        return dataclasses.replace(known, reason=reason)
+        return dataclasses.replace(known, reason=_both(known.reason, reason))
     try:
         points = _points(device, bundle, workload, over, contexts, timeout_s)
     except JobFailed as e:
-        return dataclasses.replace(known, over=over, reason=f"memory over {over}: {e}")
+        reason = _both(known.reason, f"memory over {over}: {e}")
+        return dataclasses.replace(known, over=over, reason=reason)
     return with_slopes(known, over, points)
+
+
+def _both(first: str | None, second: str) -> str:
+    return second if first is None else f"{first}; {second}"
 
 
 def with_slopes(known: BytesPerToken, over: str, points: Sequence[MemoryPoint]) -> BytesPerToken:
@@ -85,7 +91,7 @@ def with_slopes(known: BytesPerToken, over: str, points: Sequence[MemoryPoint]) 
         measured_process=process.value if process else None,
         ci95=Interval(cache.ci95 if cache else None, process.ci95 if process else None),
         over=over,
-        reason=known.reason if told else "the runtime does not tell where its cache is",
+        reason=known.reason if told else _both(known.reason, UNTOLD),
         points=tuple(points),
     )
 

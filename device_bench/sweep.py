@@ -167,6 +167,14 @@ def _artifact_info(bundle: Bundle, engine: str | None, interpreted: bool | None)
     )
 
 
+def without_repeats(
+    bundles: Sequence[Bundle], plan: Sequence[tuple[int, Workload]]
+) -> list[tuple[int, Workload]]:
+    """Of a workload that its bundle's context cannot hold only the first process, which says so."""
+    capacities = [b.artifact.cache.capacity for b in bundles]
+    return [(i, w) for i, w in plan if not (w.process and w.misfit(capacities[i]))]
+
+
 def run_sweep(
     device: Transport,
     bundles: Sequence[Bundle],
@@ -195,14 +203,17 @@ def run_sweep(
         if workload.process and bundle.sha256 in untimed:
             continue  # an interpreter's time says nothing, however often it is taken
         done.add(configuration)
-        state, outcome = run_configuration(
-            device,
-            bundle,
-            workload,
-            limits,
-            with_memory=with_memory and workload.process == 0,
-            timeout_s=timeout_s,
-        )
+        if misfit := workload.misfit(bundle.artifact.cache.capacity):
+            state, outcome = device.conditions(workload.n_threads), Outcome(reason=misfit)
+        else:
+            state, outcome = run_configuration(
+                device,
+                bundle,
+                workload,
+                limits,
+                with_memory=with_memory and workload.process == 0,
+                timeout_s=timeout_s,
+            )
         if with_memory and bundle.sha256 not in caches and outcome.interpreted is not None:
             one = dataclasses.replace(workload, n_threads=1)  # a thread pool's stacks are no cache
             caches[bundle.sha256] = measure_cache(
@@ -213,7 +224,8 @@ def run_sweep(
         if outcome.interpreted:
             untimed.add(bundle.sha256)
         figures = caches.get(bundle.sha256) or BytesPerToken(
-            formula(bundle.artifact), reason="not asked for, or the bundle never ran"
+            formula(bundle.artifact),
+            reason="the bundle never ran" if with_memory else "not asked for (--no-memory)",
         )
         finished(
             assemble(

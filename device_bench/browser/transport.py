@@ -197,11 +197,8 @@ class Page:
             )
         if artifact.cache.dtype not in DTYPES:
             return f"cache dtype {artifact.cache.dtype} is not run in a browser; allowed: {', '.join(DTYPES)}"
-        if workload.n_tokens > artifact.cache.capacity:
-            return (
-                f"{workload.label} needs a context of {workload.n_tokens} tokens, the bundle holds "
-                f"{artifact.cache.capacity}; shorten it or export with a larger --max-context"
-            )
+        if (reason := workload.misfit(artifact.cache.capacity)) is not None:
+            return reason
         if workload.n_gen and not artifact.model.is_causal:
             return f"{artifact.model.label} is not causal: it has no decode"
         if workload.n_threads > 1 and not self._claim.cross_origin_isolated:

@@ -112,6 +112,7 @@ def run(
     from device_bench.bundles import open_bundle
     from device_bench.devices import open_transports, threads_of
     from device_bench.stability import Limits, parse_share
+    from device_bench.sweep import without_repeats
     from device_bench.workload import expand, parse_counts, parse_pair
     from edgeqkv.errors import UsageError
 
@@ -143,7 +144,7 @@ def run(
         opened = [open_bundle(path) for path in write_baselines(sources, Path(folder))]
         pinned = parse_counts(cores, "--cores") if cores else []
         devices = open_transports(device or ["local"], engine, pinned)
-        plans = [plan_with(threads_of(d, asked)) for d in devices]
+        plans = [without_repeats(opened, plan_with(threads_of(d, asked))) for d in devices]
         results, lost = _sweep(devices, opened, plans, output, earlier, memory, timeout, limits)
     if results or not lost:
         _report(results, as_json)
@@ -212,7 +213,10 @@ def _sweep(
     results = [r for r in earlier if r.configuration in planned]
     run_id = uuid.uuid4().hex[:12]
     local = [
-        w for (m, _), p in zip(machines, plans, strict=True) if m.kind == "local" for _, w in p
+        w
+        for (m, _), plan in zip(machines, plans, strict=True)
+        for i, w in plan
+        if m.kind == "local" and not w.misfit(bundles[i].artifact.cache.capacity)
     ]
     bandwidth = _bandwidth(local) if local else None
     lines = output is not None and output.suffix == ".jsonl"
@@ -290,17 +294,20 @@ def _bandwidth(plan: list[Workload]) -> tuple[Bandwidth, ...] | None:
 
 
 def _report(results: list[BenchResult], as_json: bool) -> None:
-    from device_bench.table import print_results
+    from device_bench.table import print_results, problems
     from edgeqkv.console import print_json
     from edgeqkv.errors import EXIT_ERROR, EXIT_INVALID
 
+    nothing = all(r.status == "failed" for r in results)
     if as_json:
         print_json([r.to_dict() for r in results])
+    elif nothing:  # a table of dashes would say no more
+        print(*problems(results), sep="\n")
     else:
         print_results(results)
     if any(r.status == "invalid" for r in results):
         raise typer.Exit(EXIT_INVALID)
-    if all(r.status == "failed" for r in results):
+    if nothing:
         raise typer.Exit(EXIT_ERROR)
 
 

@@ -70,6 +70,7 @@ def test_every_way_to_fail_is_a_line_and_the_sweep_goes_on(cli, tmp_path, env):
     fine = results["fine"]
     assert (fine.status, fine.reason, fine.memory) == ("ok", None, None)
     assert fine.cache.bytes_per_token.measured_cache is None
+    assert "not measured: faulty Q-GQA-4 shared: not asked for (--no-memory)" in done.stdout
     assert len(fine.samples.repetitions) == 2
 
 
@@ -143,12 +144,17 @@ def test_what_cannot_be_told_is_null_with_the_reason(cli, tmp_path, env, fault, 
     assert (figures.measured_process is not None) == (fault == "silent")
 
 
-def test_too_long_for_the_context_is_a_failed_line_and_exits_1_when_alone(cli, tmp_path, env):
-    bundle, out = faulty.bundle(tmp_path / "b", "fine"), tmp_path / "r.jsonl"
-    cli("bench", bundle, "-p", "0", "-n", "9", "-d", "4090", *ONE, "-o", out, env=env, check=1)
+def test_too_long_for_the_context_is_one_failed_line_and_exits_1_when_alone(cli, tmp_path):
+    """Nothing runs, whatever runs it: the sweep knows the context of a bundle."""
+    out = tmp_path / "r.jsonl"
+    bundle = self_test.write_bundle(tmp_path / "b", "growing", backend="unheard-of")
+    done = cli("bench", bundle, "-p", "0", "-n", "9", "-d", "4090", "-o", out, check=1)
     (result,) = read_results(out)[0]
     assert result.status == "failed"
     assert "tg9 @ d4090 needs a context of 4099 tokens, the bundle holds 4096" in result.reason
+    assert done.stdout.count("\n") == 1
+    assert result.reason in done.stdout
+    assert done.stderr.startswith("[1/1] bench: ")
 
 
 def test_interrupt_keeps_what_is_finished_and_resume_runs_the_rest(cli, tmp_path, env):
