@@ -7,8 +7,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from device_bench.result import BenchResult
+from device_bench.result import BenchResult, cut_partial_line, read_results
 from device_bench.table import markdown, to_csv
+from edgeqkv.console import note
 from edgeqkv.errors import UsageError
 
 
@@ -21,6 +22,31 @@ def check_suffix(path: Path, allowed: Sequence[str]) -> None:
     for parent in path.parents:
         if parent.exists() and not parent.is_dir():
             raise UsageError(f"-o is {path}, but {parent} is a file; choose another folder")
+
+
+def prepare(output: Path | None, resume: bool, overwrite: bool) -> list[BenchResult]:
+    """Check -o before hours are spent; the results it holds when resuming."""
+    if output is None:
+        if resume:
+            raise UsageError("--resume needs -o FILE.jsonl, the file to go on with")
+        return []
+    check_suffix(output, (".jsonl", ".json", ".csv", ".md"))
+    if resume and output.suffix != ".jsonl":
+        raise UsageError(f"--resume needs -o FILE.jsonl, -o is {output}")
+    earlier: list[BenchResult] = []
+    if output.exists() and output.stat().st_size and not overwrite:
+        if not resume:
+            go_on = "--resume to go on with it, or " if output.suffix == ".jsonl" else ""
+            raise UsageError(f"{output} exists; give {go_on}--overwrite")
+        earlier, warning = read_results(output)
+        if warning:
+            note(warning)
+            cut_partial_line(output)
+    else:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        if output.suffix == ".jsonl":
+            output.write_bytes(b"")
+    return earlier
 
 
 def render(results: Sequence[BenchResult], suffix: str) -> str:

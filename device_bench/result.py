@@ -22,6 +22,8 @@ from edgeqkv.spec import ModelSpec
 SCHEMA_VERSION = 2
 READS = (1, 2)  # 2 only adds fields, each with a default
 STATUSES = ("ok", "invalid", "failed")
+# How the reason of BytesPerToken begins where a process failed that should have told.
+DECLARED, MEMORY_OVER = "declared: ", "memory over "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,6 +223,14 @@ class BenchResult:
         where = (self.device.kind, self.device.id, self.conditions.engine)
         return (self.artifact.sha256, *self.workload.sizes, *where)
 
+    @property
+    def incomplete(self) -> bool:
+        """A process failed that may do better next time: --resume runs it again."""
+        if self.status == "failed":
+            return self.workload.misfit(self.cache.capacity) is None
+        reason = self.cache.bytes_per_token.reason or ""
+        return self.status == "ok" and reason.startswith((DECLARED, MEMORY_OVER))
+
 
 def schema() -> dict[str, Any]:
     """The JSON Schema of one line; ``python -m device_bench.result`` writes it to the package."""
@@ -235,7 +245,8 @@ _GIVE = "give the RESULTS.jsonl that `edgeqkv bench -o` wrote"
 
 
 def read_results(path: Path) -> tuple[list[BenchResult], str | None]:
-    """(results, warning). A last line cut short by a kill is left out, and the warning says so.
+    """(results, warning). A last line cut short by a kill is left out, and the warning says so; so is
+    an incomplete one, without a word, that --resume ran again: a later line says what became of it.
 
     Raises:
         SpecError: the file holds anything else than results.
@@ -249,7 +260,8 @@ def read_results(path: Path) -> tuple[list[BenchResult], str | None]:
             data = json.loads(line)
         except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
             if results and number == len(lines):
-                return results, f"{path}: line {number} was cut short (a killed run?); skipped"
+                warning = f"{path}: line {number} was cut short (a killed run?); skipped"
+                return _newest(results), warning
             raise SpecError(f"{path}: line {number} is not JSON; {_GIVE}") from None
         try:
             results.append(BenchResult.from_dict(data))
@@ -257,7 +269,12 @@ def read_results(path: Path) -> tuple[list[BenchResult], str | None]:
             raise SpecError(f"{path}: line {number}: {e}; {_GIVE}") from None
     if not results:
         raise SpecError(f"{path} holds no results; {_GIVE}")
-    return results, None
+    return _newest(results), None
+
+
+def _newest(results: list[BenchResult]) -> list[BenchResult]:
+    last = {r.configuration: i for i, r in enumerate(results)}
+    return [r for i, r in enumerate(results) if i == last[r.configuration] or not r.incomplete]
 
 
 def cut_partial_line(path: Path) -> None:

@@ -9,7 +9,7 @@ from device_bench.bundles import Bundle, job
 from device_bench.devices import Transport
 from device_bench.jobs import JobFailed, run_job
 from device_bench.memory import slope_depths, tokens_per_page
-from device_bench.result import BytesPerToken, Interval, MemoryPoint
+from device_bench.result import DECLARED, MEMORY_OVER, BytesPerToken, Interval, MemoryPoint
 from device_bench.schema import build
 from device_bench.stats import theil_sen
 from device_bench.workload import Workload
@@ -59,7 +59,7 @@ def measure_cache(
     try:
         known = dataclasses.replace(known, declared=_declared(bundle, workload, timeout_s))
     except JobFailed as e:
-        known = dataclasses.replace(known, reason=f"declared: {e}")
+        known = dataclasses.replace(known, reason=f"{DECLARED}{e}")
     over, contexts, reason = _slope_plan(artifact)
     reason = device.no_memory or reason
     if interpreted:
@@ -69,7 +69,7 @@ def measure_cache(
     try:
         points = _points(device, bundle, workload, over, contexts, timeout_s)
     except JobFailed as e:
-        reason = _both(known.reason, f"memory over {over}: {e}")
+        reason = _both(known.reason, f"{MEMORY_OVER}{over}: {e}")
         return dataclasses.replace(known, over=over, reason=reason)
     return with_slopes(known, over, points)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from typing import Any
 
 from device_bench.bundles import Bundle, job, step_weight_bytes
 from device_bench.conditions import Bandwidth, Conditions, Device
@@ -173,6 +174,20 @@ def without_repeats(
     """Of a workload that its bundle's context cannot hold only the first process, which says so."""
     capacities = [b.artifact.cache.capacity for b in bundles]
     return [(i, w) for i, w in plan if not (w.process and w.misfit(capacities[i]))]
+
+
+def by_completeness(
+    earlier: Sequence[BenchResult], planned: Container[tuple[Any, ...]], with_memory: bool
+) -> tuple[list[BenchResult], str | None]:
+    """(what counts of earlier lines, what of ``planned`` is run again in words)."""
+    again = [r.incomplete and (with_memory or r.status == "failed") for r in earlier]
+    asked = [
+        r.status for r, a in zip(earlier, again, strict=True) if a and r.configuration in planned
+    ]
+    counts = {"failed": asked.count("failed"), "half measured": asked.count("ok")}
+    words = " and ".join(f"{n} {what}" for what, n in counts.items() if n)
+    kept = [r for r, a in zip(earlier, again, strict=True) if not a]
+    return kept, f"{words} earlier, run again" if words else None
 
 
 def run_sweep(

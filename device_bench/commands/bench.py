@@ -60,7 +60,9 @@ def run(
         typer.Option("--max-temp-c", help="Wait until cooler; run again what got hotter."),
     ] = None,
     cooldown: Annotated[float, typer.Option(min=0, help="Seconds of rest before a process.")] = 0,
-    resume: Annotated[bool, typer.Option(help="Skip what -o FILE holds already.")] = False,
+    resume: Annotated[
+        bool, typer.Option(help="Skip what -o FILE holds, but for what failed.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace -o FILE.")] = False,
     memory: Annotated[bool, typer.Option(help="Measure memory, in processes of its own.")] = True,
     seed: Annotated[
@@ -111,6 +113,7 @@ def run(
     from device_bench.baselines import resolve, write_baselines
     from device_bench.bundles import open_bundle
     from device_bench.devices import open_transports, threads_of
+    from device_bench.output import prepare
     from device_bench.stability import Limits, parse_share
     from device_bench.sweep import without_repeats
     from device_bench.workload import expand, parse_counts, parse_pair
@@ -139,7 +142,7 @@ def run(
     )
     asked = parse_counts(threads, "-t", low=1) if threads is not None else None
     plan_with(asked or [1])  # what is wrong with it is said before a device is opened
-    earlier = _prepare(output, resume, overwrite)
+    earlier = prepare(output, resume, overwrite)
     with tempfile.TemporaryDirectory(prefix="edgeqkv-baseline-") as folder:
         opened = [open_bundle(path) for path in write_baselines(sources, Path(folder))]
         pinned = parse_counts(cores, "--cores") if cores else []
@@ -150,36 +153,6 @@ def run(
         _report(results, as_json)
     if lost:  # said last, and with an exit status: some lines are missing
         raise lost[0]
-
-
-def _prepare(output: Path | None, resume: bool, overwrite: bool) -> list[BenchResult]:
-    """Check -o before hours are spent; the results it holds when resuming."""
-    from device_bench.output import check_suffix
-    from device_bench.result import cut_partial_line, read_results
-    from edgeqkv.console import note
-    from edgeqkv.errors import UsageError
-
-    if output is None:
-        if resume:
-            raise UsageError("--resume needs -o FILE.jsonl, the file to go on with")
-        return []
-    check_suffix(output, (".jsonl", ".json", ".csv", ".md"))
-    if resume and output.suffix != ".jsonl":
-        raise UsageError(f"--resume needs -o FILE.jsonl, -o is {output}")
-    earlier: list[BenchResult] = []
-    if output.exists() and output.stat().st_size and not overwrite:
-        if not resume:
-            go_on = "--resume to go on with it, or " if output.suffix == ".jsonl" else ""
-            raise UsageError(f"{output} exists; give {go_on}--overwrite")
-        earlier, warning = read_results(output)
-        if warning:
-            note(warning)
-            cut_partial_line(output)
-    else:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        if output.suffix == ".jsonl":
-            output.write_bytes(b"")
-    return earlier
 
 
 def _sweep(
@@ -200,7 +173,7 @@ def _sweep(
     from device_bench.devices import run_each
     from device_bench.output import render, write_whole
     from device_bench.result import append_result
-    from device_bench.sweep import run_sweep
+    from device_bench.sweep import by_completeness, run_sweep
     from device_bench.table import describe
     from edgeqkv.console import note, progress
 
@@ -210,6 +183,9 @@ def _sweep(
         for (m, engine), plan in zip(machines, plans, strict=True)
         for i, w in plan
     }
+    earlier, again = by_completeness(earlier, planned, memory)
+    if again:
+        note(again)
     results = [r for r in earlier if r.configuration in planned]
     run_id = uuid.uuid4().hex[:12]
     local = [

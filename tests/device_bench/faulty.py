@@ -1,4 +1,5 @@
-"""Runtimes that go wrong on purpose; the manifest's ``formulation`` says how. Run by test_bench
+"""Runtimes that go wrong on purpose; the manifest's ``formulation`` says how; two of them only while
+FAULTY_SHORT is in the environment. Run by test_bench
 in real worker processes, registered as a plug-in (see ``plugin``)."""
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class FaultyRunner(self_test.SelfTestRunner):
         if self.fault == "crash":
             os.kill(os.getpid(), signal.SIGSEGV)
         if self.fault == "oom":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "short-of-memory" and "FAULTY_SHORT" in os.environ:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.fault == "exit":
             sys.stderr.write("the SDK gave up\n")
@@ -69,6 +72,8 @@ class Facts:
 
 def read(artifact, directory):
     """An auditor: tells the truth, but for the fault ``declares-double``."""
+    if artifact.formulation == "large-to-audit" and "FAULTY_SHORT" in os.environ:
+        os.kill(os.getpid(), signal.SIGKILL)
     factor = 2 if artifact.formulation == "declares-double" else 1
     return Facts(artifact.cache.bytes_per_token * factor)
 

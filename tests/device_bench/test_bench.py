@@ -116,6 +116,7 @@ def test_a_contradiction_is_invalid_and_exits_5(cli, tmp_path, env, fault, words
     line = f"invalid: faulty Q-GQA-4 shared pp8, 1 thread: bytes per token: {words}"
     assert line in " ".join(done.stdout.split())  # it goes over two lines
     assert result.samples is not None
+    assert not result.incomplete  # a finding, which --resume does not run again
 
 
 @linux
@@ -181,6 +182,34 @@ def test_interrupt_keeps_what_is_finished_and_resume_runs_the_rest(cli, tmp_path
     assert Counter(r.workload.n_prompt for r in results) == Counter(range(8, 81, 8))
     cli(*flags, "--resume", env=env, check=0)
     assert read_results(out)[0] == results
+
+
+def test_resume_runs_again_what_failed_or_was_half_measured(cli, tmp_path, env):
+    few = {"cache_mode": "static", "capacities": [4096]}
+    names = ("short-of-memory", "large-to-audit")
+    bundles = [faulty.bundle(tmp_path / name, name, **few) for name in names]
+    out = tmp_path / "r.jsonl"
+    flags = ["bench", *bundles, "-p", "8", "-n", "0", "-r", "1", *ONE, "-o", out]
+    cli(*flags, env={**env, "FAULTY_SHORT": "1"}, check=0)
+    before = {r.artifact.name: r for r in read_results(out)[0]}
+    assert (before[names[0]].status, before[names[1]].status) == ("failed", "ok")
+    assert before[names[1]].cache.bytes_per_token.reason.startswith("declared: killed by SIGKILL")
+
+    kept = out.read_bytes()
+    done = cli(*flags, "--no-memory", "--resume", env={**env, "FAULTY_SHORT": "1"}, check=0)
+    assert "1 failed earlier, run again\n" in done.stderr
+    done = cli(*flags, "--resume", env=env, check=0)
+    assert "1 failed and 1 half measured earlier, run again\n" in done.stderr
+    results, _ = read_results(out)
+    assert sorted(r.artifact.name for r in results) == sorted(names)
+    for r in results:
+        assert (r.status, r.cache.bytes_per_token.declared) == ("ok", 8192)
+        assert not r.incomplete
+    assert out.read_bytes().startswith(kept)  # lines are added, none is changed
+    assert out.read_bytes().count(b"\n") == 5
+    done = cli(*flags, "--resume", env=env, check=0)
+    assert "again" not in done.stderr
+    assert out.read_bytes().count(b"\n") == 5
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
