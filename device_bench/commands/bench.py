@@ -106,13 +106,15 @@ def run(
 
     Example: edgeqkv bench OUT/onnx OUT/executorch -p 128 -n 32 -d 0,512 -r 5 -t 1,2 -o results.jsonl
     """
+    import contextlib
     import functools
+    import os
     import secrets
     import tempfile
 
     from device_bench.baselines import resolve, write_baselines
     from device_bench.bundles import open_bundle
-    from device_bench.devices import open_transports, threads_of
+    from device_bench.devices import check_threads, open_transports, threads_of
     from device_bench.output import prepare
     from device_bench.stability import Limits, parse_share
     from device_bench.sweep import without_repeats
@@ -142,11 +144,17 @@ def run(
     )
     asked = parse_counts(threads, "-t", low=1) if threads is not None else None
     plan_with(asked or [1])  # what is wrong with it is said before a device is opened
+    names = device or ["local"]
+    if asked and "local" in names:
+        check_threads(asked, "local", os.cpu_count())
     earlier = prepare(output, resume, overwrite)
-    with tempfile.TemporaryDirectory(prefix="edgeqkv-baseline-") as folder:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="edgeqkv-baseline-"))
         opened = [open_bundle(path) for path in write_baselines(sources, Path(folder))]
         pinned = parse_counts(cores, "--cores") if cores else []
-        devices = open_transports(device or ["local"], engine, pinned)
+        devices = open_transports(names, engine, pinned)
+        for each in devices:
+            stack.callback(each.close)
         plans = [without_repeats(opened, plan_with(threads_of(d, asked))) for d in devices]
         results, lost = _sweep(devices, opened, plans, output, earlier, memory, timeout, limits)
     if results or not lost:
@@ -230,8 +238,6 @@ def _sweep(
                 note(f"{len(results)} of {len(planned)} are in {output}{go_on}")
             raise
         finally:
-            for device in devices:
-                device.close()
             if output is not None and not lines and results:
                 write_whole(output, render(results, output.suffix))
     for each in lost:

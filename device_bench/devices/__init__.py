@@ -18,6 +18,8 @@ TRANSPORTS = {
     "qemu": "device_bench.devices.qemu",
 }
 
+OVERSUBSCRIBED = 4  # threads a CPU
+
 
 class DeviceLost(EdgeQKVError):
     """The device cannot be reached any more; what was measured before is kept."""
@@ -110,10 +112,21 @@ def _pin(device: Transport, cores: Sequence[int]) -> None:
 
 def threads_of(device: Transport, asked: Sequence[int] | None) -> Sequence[int]:
     """Thread counts to run on ``device``: as asked, else 1; a transport with a method ``threads``
-    chooses for itself."""
+    chooses for itself. Raises UsageError as ``check_threads`` does."""
     choose = getattr(device, "threads", None)
     chosen: Sequence[int] = choose(asked) if choose is not None else asked or [1]
+    machine = device.describe()
+    check_threads(chosen, machine.kind, machine.cpu_count)
     return chosen
+
+
+def check_threads(asked: Sequence[int], kind: str, cpus: int | None) -> None:
+    """Raises UsageError for more than OVERSUBSCRIBED threads a CPU: runtimes spin, for minutes."""
+    if cpus and (most := max(asked)) > OVERSUBSCRIBED * cpus:
+        raise UsageError(
+            f"-t is {most}, but --device {kind} has {cpus} CPUs; allowed: 1 to "
+            f"{OVERSUBSCRIBED * cpus}"
+        )
 
 
 def run_each(devices: Sequence[Transport], work: Callable[[Transport], None]) -> list[DeviceLost]:

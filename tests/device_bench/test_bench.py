@@ -247,6 +247,7 @@ def _loaded(worker):
         (["B", "-d", "9-1"], "runs backwards"),
         (["B", "-p", "0", "-n", "0"], "both -p and -n are 0"),
         (["B", "-t", "0"], "-t is 0"),
+        (["B", "-t", "1,1000000", "-o", "r.csv"], "-t is 1000000, but --device local has"),
     ],
 )
 def test_misuse_is_one_line(cli, flags, words):

@@ -20,7 +20,7 @@ from device_bench.browser.server import HEADERS, MAX_POST_BYTES, PageServer, Ses
 from device_bench.devices import DeviceLost, threads_of
 from device_bench.jobs import JobFailed
 from device_bench.schema import build
-from edgeqkv.errors import EdgeQKVError
+from edgeqkv.errors import EdgeQKVError, UsageError
 
 TOKEN = "the-token"
 CLAIM = {
@@ -302,3 +302,10 @@ def test_thread_counts(engine, isolated, asked, run):
     """Eight processors: some are slow ones."""
     about = build(Claim, CLAIM | {"cross_origin_isolated": isolated}, "claim")
     assert threads_of(transport.Page(None, about, engine), asked) == run
+
+
+def test_too_many_threads_for_the_device():
+    page = transport.Page(None, build(Claim, CLAIM, "claim"), "wasm")
+    assert threads_of(page, [32]) == [32]
+    with pytest.raises(UsageError, match=r"-t is 33, .*browser has 8 CPUs; allowed: 1 to 32"):
+        threads_of(page, [1, 33])
