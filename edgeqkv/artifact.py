@@ -75,6 +75,11 @@ class Artifact:
         return sum(f.nbytes for name, f in self.files.items() if name not in extra)
 
     @property
+    def stored_weights(self) -> str:
+        """What the weights are in the file: Core ML keeps floats in what it computes in."""
+        return str(self.details.get("stored_weights", self.weights))
+
+    @property
     def numerics(self) -> str:
         """The coarsest number format that the bundle computes with: int4, int8, fp16 or fp32."""
         found = {

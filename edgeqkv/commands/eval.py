@@ -122,6 +122,7 @@ def evaluate_bundle(
         "engine": runner.engine,
         "interpreted": runner.interpreted,
         "weights": artifact.weights,
+        "stored_weights": artifact.stored_weights,
         "cache_dtype": artifact.cache.dtype,
         "bytes_per_token": artifact.cache.bytes_per_token,
         **data,
@@ -154,11 +155,12 @@ def evaluate_model(
     chunk = windows(ids, context, tokens)
     theirs = None if reference is None else _reference(reference, spec.used_tokens, context)
     data, _ = _score(chunk, eager_rows(decoder), spec.used_tokens, theirs, reference)
-    about = {"engine": "eager", "interpreted": False, "weights": "fp32", "cache_dtype": None}
+    about = {"engine": "eager", "interpreted": False, "weights": "fp32", "stored_weights": "fp32"}
     return {
         "source": str(source),
         "sha256": None,
         **about,
+        "cache_dtype": None,
         "bytes_per_token": None,
         **data,
         "prefill": None,
@@ -239,7 +241,7 @@ def _print(data: dict[str, Any], asked: int) -> None:
     short = "" if data["tokens"] >= asked else f", all there are: --tokens is {asked}"
     rows = [
         ("engine", data["engine"] + " (interpreted)" * data["interpreted"]),
-        ("weights, cache", f"{data['weights']}, {data['cache_dtype'] or 'no cache'}"),
+        ("weights, cache", f"{data['stored_weights']}, {data['cache_dtype'] or 'no cache'}"),
         ("tokens", f"{data['tokens']} in windows of {data['context']}{short}"),
         ("perplexity", plus_minus(data["perplexity"], data["perplexity_stderr"], ".4f")),
     ]

@@ -68,6 +68,7 @@ def _read(source: str) -> tuple[ModelSpec, dict[str, Any]]:
             "backend": artifact.backend,
             "formulation": artifact.formulation,
             "weights": artifact.weights,
+            "stored_weights": artifact.stored_weights,
             "cache": artifact.cache.to_dict(),
             "cache_mode": artifact.cache_mode,
             "bytes_per_token": artifact.cache.bytes_per_token,
@@ -143,7 +144,7 @@ def _print(spec: ModelSpec, data: dict[str, Any]) -> None:
     if bundle := data.get("bundle"):
         cache = bundle["cache"]
         print(
-            f"\nbundle: {bundle['backend']} ({bundle['formulation']}), weights {bundle['weights']}, "
+            f"\nbundle: {bundle['backend']} ({bundle['formulation']}), weights {bundle['stored_weights']}, "
             f"{human_bytes(bundle['nbytes'])}; cache {cache['layout']} {cache['dtype']}, "
             f"{bundle['cache_mode']}, {bundle['bytes_per_token']:,} bytes/token, "
             f"up to {cache['capacity']:,} tokens"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DEFAULT_CACHE_DTYPE = {"coreml": "fp16"}
 COLUMNS = {
     "backend": "backend",
-    "weights": "weights",
+    "stored_weights": "weights",
     "layout": "layout",
     "cache_dtype": "cache",
     "capacity": "context",
@@ -281,6 +281,7 @@ def _row(backend: str, bundle: Path, request: Request, artifact: Artifact | None
         "backend": backend,
         "bundle": str(bundle),
         "weights": request.weights,
+        "stored_weights": artifact.stored_weights if artifact else _planned(request),
         "layout": cache.layout,
         "cache_dtype": cache.dtype,
         "capacity": cache.capacity,
@@ -288,6 +289,14 @@ def _row(backend: str, bundle: Path, request: Request, artifact: Artifact | None
         "formulation": artifact.formulation if artifact else None,
         "nbytes": artifact.nbytes if artifact else None,
     }
+
+
+def _planned(request: Request) -> str:
+    """What Artifact.stored_weights will be."""
+    from edgeqkv.quant import GROUPED
+
+    floats = not request.recipe.schemes & set(GROUPED)
+    return request.options.get("coreml_precision", request.weights) if floats else request.weights
 
 
 def _megabytes(nbytes: int | None) -> str | None:

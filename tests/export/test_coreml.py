@@ -131,7 +131,7 @@ def test_what_is_written(bundle: Any) -> None:
     assert artifact.entry == "model.mlpackage"
     assert (artifact.cache_mode, artifact.capacities) == ("static", (64,))
     assert artifact.prefill_chunk == 64
-    assert artifact.details["compute_precision"] == artifact.details["stored_weights"] == "fp16"
+    assert artifact.details["compute_precision"] == artifact.stored_weights == "fp16"
     facts = read(artifact, directory)
     # Every parameter once, the tied embedding included, and little beside them.
     parameters = 2 * decoder.spec.num_parameters()

@@ -1,5 +1,6 @@
 """The export command as a user runs it: whole bundles, one-line refusals, nothing half-written."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -115,9 +116,15 @@ def test_an_output_below_a_file_is_refused_before_work(model, tmp_path, cli):
     assert "out is a file; the output is a folder" in line
 
 
+@pytest.mark.skipif(importlib.util.find_spec("coremltools") is None, reason="no coremltools")
 def test_dry_run_writes_nothing(model, tmp_path, cli):
-    result = cli("export", model, "-o", "out", "--dry-run", "-b", "onnx", "--json", check=0)
-    assert json.loads(result.stdout)[0]["bytes_per_token"] == 128
+    result = cli("export", model, "-o", "out", "--dry-run", "-b", "onnx,coreml", "--json", check=0)
+    onnx, coreml = json.loads(result.stdout)
+    assert onnx["bytes_per_token"] == 128
+    assert [(r["weights"], r["stored_weights"]) for r in (onnx, coreml)] == [
+        ("fp32", "fp32"),
+        ("fp32", "fp16"),
+    ]
     assert list(tmp_path.iterdir()) == []
 
 
