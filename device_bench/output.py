@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from device_bench.result import BenchResult, cut_partial_line, read_results
+from device_bench.result import BenchResult, cut_partial_line, naming, read_results
 from device_bench.table import markdown, to_csv
 from edgeqkv.console import note
 from edgeqkv.errors import UsageError
@@ -15,6 +16,8 @@ from edgeqkv.errors import UsageError
 
 def check_suffix(path: Path, allowed: Sequence[str]) -> None:
     """Raises UsageError before any work is done for a file that could not be written."""
+    if path == Path():  # also what an empty text is
+        raise UsageError(f"-o names no file; give one that ends in {', '.join(allowed)}")
     if path.suffix not in allowed:
         raise UsageError(f"-o is {path}; it must end in {', '.join(allowed)}")
     if path.is_dir():
@@ -24,17 +27,23 @@ def check_suffix(path: Path, allowed: Sequence[str]) -> None:
             raise UsageError(f"-o is {path}, but {parent} is a file; choose another folder")
 
 
-def prepare(output: Path | None, resume: bool, overwrite: bool) -> list[BenchResult]:
-    """Check -o before hours are spent; the results it holds when resuming."""
+@contextlib.contextmanager
+def prepared(output: Path | None, resume: bool, overwrite: bool) -> Iterator[list[BenchResult]]:
+    """Check -o before hours are spent; yields the results it holds when resuming.
+
+    A .jsonl file that was made here is removed at the end if it holds nothing. What ``overwrite``
+    replaces stays until the sweep begins: nothing is lost to a bundle that cannot be opened.
+    """
     if output is None:
         if resume:
             raise UsageError("--resume needs -o FILE.jsonl, the file to go on with")
-        return []
+        yield []
+        return
     check_suffix(output, (".jsonl", ".json", ".csv", ".md"))
     if resume and output.suffix != ".jsonl":
         raise UsageError(f"--resume needs -o FILE.jsonl, -o is {output}")
-    earlier: list[BenchResult] = []
-    if output.exists() and output.stat().st_size and not overwrite:
+    holds_some = output.exists() and output.stat().st_size > 0
+    if holds_some and not overwrite:
         if not resume:
             go_on = "--resume to go on with it, or " if output.suffix == ".jsonl" else ""
             raise UsageError(f"{output} exists; give {go_on}--overwrite")
@@ -42,11 +51,17 @@ def prepare(output: Path | None, resume: bool, overwrite: bool) -> list[BenchRes
         if warning:
             note(warning)
             cut_partial_line(output)
-    else:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        if output.suffix == ".jsonl":
-            output.write_bytes(b"")
-    return earlier
+        yield earlier
+        return
+    output.parent.mkdir(parents=True, exist_ok=True)
+    ours = output.suffix == ".jsonl" and (overwrite or not output.exists())
+    if output.suffix == ".jsonl":
+        output.open("ab").close()
+    try:
+        yield []
+    finally:
+        if ours and output.is_file() and output.stat().st_size == 0:
+            output.resolve().unlink()
 
 
 def render(results: Sequence[BenchResult], suffix: str) -> str:
@@ -63,7 +78,7 @@ def write_whole(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with partial.open("w", encoding="utf-8", newline="\n") as f:
+        with naming(path), partial.open("w", encoding="utf-8", newline="\n") as f:
             f.write(text)
             f.flush()
             os.fsync(f.fileno())

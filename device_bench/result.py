@@ -6,10 +6,11 @@ same definition as a JSON Schema.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -283,10 +284,20 @@ def cut_partial_line(path: Path) -> None:
         f.truncate(f.read().rfind(b"\n") + 1)
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """The error of a write, to a full disk say, names no file; here it names ``path``."""
+    try:
+        yield
+    except OSError as e:
+        e.filename = e.filename or str(path)
+        raise
+
+
 def append_result(path: Path, result: BenchResult) -> None:
     """Add one line and wait until the disk has it."""
     line = json.dumps(result.to_dict(), allow_nan=False, separators=(",", ":"))
-    with path.open("ab") as f:
+    with naming(path), path.open("ab") as f:
         f.write(line.encode() + b"\n")
         f.flush()
         os.fsync(f.fileno())

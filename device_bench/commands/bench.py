@@ -49,7 +49,7 @@ def run(
         ),
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option(min=0.1, help="Seconds a process may take.")
+        float | None, typer.Option(min=0.1, help="Seconds a process may take. (default: none)")
     ] = None,
     max_cv: Annotated[
         str | None,
@@ -115,7 +115,7 @@ def run(
     from device_bench.baselines import resolve, write_baselines
     from device_bench.bundles import open_bundle
     from device_bench.devices import check_threads, open_transports, threads_of
-    from device_bench.output import prepare
+    from device_bench.output import prepared
     from device_bench.stability import Limits, parse_share
     from device_bench.sweep import without_repeats
     from device_bench.workload import expand, parse_counts, parse_pair
@@ -147,8 +147,8 @@ def run(
     names = device or ["local"]
     if asked and "local" in names:
         check_threads(asked, "local", os.cpu_count())
-    earlier = prepare(output, resume, overwrite)
     with contextlib.ExitStack() as stack:
+        earlier = stack.enter_context(prepared(output, resume, overwrite))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="edgeqkv-baseline-"))
         opened = [open_bundle(path) for path in write_baselines(sources, Path(folder))]
         pinned = parse_counts(cores, "--cores") if cores else []
@@ -191,6 +191,9 @@ def _sweep(
         for (m, engine), plan in zip(machines, plans, strict=True)
         for i, w in plan
     }
+    lines = output is not None and output.suffix == ".jsonl"
+    if output is not None and lines and not earlier:
+        output.write_bytes(b"")
     earlier, again = by_completeness(earlier, planned, memory)
     if again:
         note(again)
@@ -203,7 +206,6 @@ def _sweep(
         if m.kind == "local" and not w.misfit(bundles[i].artifact.cache.capacity)
     ]
     bandwidth = _bandwidth(local) if local else None
-    lines = output is not None and output.suffix == ".jsonl"
     with progress(len(planned) - len(results), "bench") as advance:
         one_at_a_time = threading.Lock()
 
@@ -233,7 +235,7 @@ def _sweep(
             _check_thermometers(devices, limits)
             lost = run_each(devices, sweep)
         except KeyboardInterrupt:
-            if output is not None:
+            if output is not None and results:
                 go_on = "; go on with --resume" if lines else ""
                 note(f"{len(results)} of {len(planned)} are in {output}{go_on}")
             raise

@@ -213,9 +213,10 @@ def test_resume_runs_again_what_failed_or_was_half_measured(cli, tmp_path, env):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
-def test_a_killed_sweep_leaves_no_worker_behind(tmp_path, env):
-    bundle = faulty.bundle(tmp_path / "b", "hang")
-    process = _start(["bench", bundle, "-n", "0", "--no-memory"], env)
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_sweep_leaves_no_worker_behind(tmp_path, env, ending):
+    bundle, out = faulty.bundle(tmp_path / "b", "hang"), tmp_path / "r.jsonl"
+    process = _start(["bench", bundle, "-n", "0", "--no-memory", "-o", out], env)
     parent = psutil.Process(process.pid)
     _wait_for(parent.children)
     (worker,) = parent.children()
@@ -223,10 +224,14 @@ def test_a_killed_sweep_leaves_no_worker_behind(tmp_path, env):
     _wait_for(
         lambda: worker.status() == "sleeping" and worker.num_threads() >= 1 and _loaded(worker)
     )
-    process.kill()
-    process.communicate(timeout=60)
+    assert out.read_bytes() == b""
+    process.send_signal(ending)
+    _, stderr = process.communicate(timeout=60)
     psutil.wait_procs([worker], timeout=30)
     assert not worker.is_running() or worker.status() == "zombie"
+    if ending == signal.SIGINT:  # nothing was finished: no empty file is left to go on with
+        assert not out.exists()
+        assert stderr == "error: interrupted\n"
 
 
 def _loaded(worker):
@@ -240,6 +245,7 @@ def _loaded(worker):
     [
         ([], "no bundle given"),
         (["B", "-o", "r.html"], "must end in .jsonl, .json, .csv, .md"),
+        (["B", "-o", ""], "-o names no file; give one that ends in .jsonl"),
         (["B", "-o", "r.csv", "--resume"], "--resume needs -o FILE.jsonl"),
         (["B", "--max-cv", "few"], "--max-cv is 'few'; it must be a percentage"),
         (["B", "--max-cv", "5%", "-r", "1"], "--max-cv needs 2 repetitions"),
@@ -263,7 +269,20 @@ def test_a_damaged_bundle_stops_the_sweep_before_it_starts(cli, tmp_path, env):
     out = tmp_path / "r.jsonl"
     done = cli("bench", good, bad, "-o", out, env=env, check=1)
     assert "program.txt" in done.stderr
-    assert not out.exists() or out.read_bytes() == b""
+    assert not out.exists()
+    out.write_text("what an hour brought\n")
+    cli("bench", good, bad, "-o", out, "--overwrite", env=env, check=1)
+    assert out.read_text() == "what an hour brought\n"
+
+
+@linux
+def test_a_full_disk_names_the_file(cli, tmp_path):
+    bundle = self_test.write_bundle(tmp_path / "b", "growing", backend="unheard-of")
+    out = tmp_path / "r.jsonl"
+    out.symlink_to("/dev/full")
+    done = cli("bench", bundle, "-p", "8", "-n", "0", *ONE, "-o", out, check=1)
+    assert f"error: {out}: No space left on device; free some space" in done.stderr
+    assert out.is_symlink()
 
 
 def test_a_backend_without_a_runner_is_a_failed_line(cli, tmp_path):
