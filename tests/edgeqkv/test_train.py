@@ -313,7 +313,9 @@ def test_wrong_flags_end_in_one_line_and_no_output(
     flags: list[object], words: str, text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     out = tmp_path / "out"
-    error = fails(monkeypatch, capsys, "--text", text, "-o", out, *TINY, "--steps", 5, *flags)
+    usual = zip([*TINY[::2], "--steps"], [*TINY[1::2], 5], strict=True)
+    tiny = [word for pair in usual if pair[0] not in flags for word in pair]
+    error = fails(monkeypatch, capsys, "--text", text, "-o", out, *tiny, *flags)
     assert words in error
     assert not out.exists()
 
