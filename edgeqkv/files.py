@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ def refuse_existing(target: Path, overwrite: bool) -> None:
     """Fail before any work is done, not after it.
 
     Raises:
-        UsageError: ``target`` exists and ``overwrite`` is false, or it is not a folder.
+        UsageError: ``target`` exists and ``overwrite`` is false, is no folder or cannot be made.
     """
     for path in (target, *target.parents):
         if path.is_symlink() and not path.exists():
@@ -32,6 +33,21 @@ def refuse_existing(target: Path, overwrite: bool) -> None:
         raise UsageError(f"{target} exists; choose another output or give --overwrite")
     if overwrite and any(p.is_relative_to(target.resolve()) for p in (Path.cwd(), Path.home())):
         raise UsageError(f"{target} holds where you are or your home; choose another output")
+    check_writable(target)
+
+
+def check_writable(target: Path) -> None:
+    """Make a folder where ``target`` will be, and remove it: permissions do not tell all.
+
+    Raises:
+        UsageError: none can be made there.
+    """
+    there = next(p for p in Path(os.path.abspath(target)).parents if p.exists())  # noqa: PTH100
+    try:
+        Path(tempfile.mkdtemp(prefix=".edgeqkv.", dir=there)).rmdir()
+    except OSError as e:  # /proc says that there is no such file
+        why = "it takes no folders" if e.errno == errno.ENOENT else str(e.strerror).lower()
+        raise UsageError(f"{target} cannot be made in {there}: {why}; choose another") from None
 
 
 @contextlib.contextmanager
@@ -39,34 +55,50 @@ def new_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a temporary sibling of ``target``; rename it into place only if the block succeeds.
 
     A failure or a kill never leaves a half-written ``target``; what a killed process left beside
-    it is removed by the next call.
+    it is removed by the next call. Folders above it that were made for it go with it.
 
     Raises:
         UsageError: as :func:`refuse_existing`.
     """
     target = Path(os.path.abspath(target))  # noqa: PTH100  (resolve() would follow a link)
     refuse_existing(target, overwrite)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(target)
-    prefix = f".{target.name}.{os.getpid()}."
-    temporary = Path(tempfile.mkdtemp(prefix=prefix, suffix=".tmp", dir=target.parent))
+    with _parents(target):
+        _remove_abandoned(target)
+        prefix = f".{target.name}.{os.getpid()}."
+        temporary = Path(tempfile.mkdtemp(prefix=prefix, suffix=".tmp", dir=target.parent))
+        try:
+            with _noted_interrupts() as interrupted:
+                yield temporary
+            if interrupted:
+                raise KeyboardInterrupt
+            _readable(temporary)
+            if target.exists():
+                old = Path(tempfile.mkdtemp(prefix=prefix, suffix=".old.tmp", dir=target.parent))
+                target.rename(old / target.name)
+                temporary.rename(target)
+                shutil.rmtree(old)
+            else:
+                temporary.rename(target)
+        except BaseException as e:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if (
+                isinstance(e, OSError) and e.filename is None
+            ):  # a write on a full disk names no file
+                e.filename = str(target)
+            raise
+
+
+@contextlib.contextmanager
+def _parents(target: Path) -> Iterator[None]:
+    """Make the folders above ``target``; of those, a failure leaves none that is empty."""
+    made = [p for p in target.parents if not p.exists()]
     try:
-        with _noted_interrupts() as interrupted:
-            yield temporary
-        if interrupted:
-            raise KeyboardInterrupt
-        _readable(temporary)
-        if target.exists():
-            old = Path(tempfile.mkdtemp(prefix=prefix, suffix=".old.tmp", dir=target.parent))
-            target.rename(old / target.name)
-            temporary.rename(target)
-            shutil.rmtree(old)
-        else:
-            temporary.rename(target)
-    except BaseException as e:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(e, OSError) and e.filename is None:  # a write on a full disk names no file
-            e.filename = str(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # the first that holds something ends it
+            for folder in made:
+                folder.rmdir()
         raise
 
 

@@ -38,6 +38,7 @@ def run(
     from edgeqkv import console
     from edgeqkv.corpus import padded, read_text, split, train_tokenizer
     from edgeqkv.errors import CheckpointError, TextError, UsageError, of_flag
+    from edgeqkv.files import check_writable
     from edgeqkv.spec import QKV_SHARINGS, ModelSpec
     from edgeqkv.tokenizer import load_tokenizer, num_tokens
     from edgeqkv.train import (
@@ -70,6 +71,7 @@ def run(
             f"{output} is not empty; choose another output"
             + (" or give --resume to continue" if started else "")
         )
+    check_writable(output)
 
     content = read_text(text)
     if resume and tokenizer is None:

@@ -151,6 +151,15 @@ def test_wrong_use_of_every_command_is_one_line_and_2(said, command):
         (2, "estimate model --cache-dtype fp8", "--cache-dtype"),
         (2, "estimate model --budget big", "--budget"),
         (2, "init -o out --preset nope", "--preset"),
+        *(
+            (2, f"{command} -o /dev/fd/x", " cannot be made in /dev/fd: ")
+            for command in (
+                "import model",
+                "init --preset 1.2b-qkv",
+                "export model",
+                "train --text short.txt",
+            )
+        ),
         (2, "train -o out --text short.txt --lr nan", "--lr is nan"),
         (2, "train -o out --text short.txt --kv-heads 3", "--kv-heads is 3"),
         (2, "device build-runner --abi mips", "--abi is 'mips'; allowed: arm64"),

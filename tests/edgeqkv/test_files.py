@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from edgeqkv.errors import EdgeQKVError
-from edgeqkv.files import new_folder
+from edgeqkv.files import new_folder, refuse_existing
 
 
 def test_a_folder_appears_whole(tmp_path):
@@ -39,6 +39,29 @@ def test_a_full_disk_is_told_of_the_output(tmp_path):
         Path("/dev/full").open("w") as full,
     ):
         full.write("x")
+
+
+def test_folders_made_for_an_output_go_with_it_where_they_end_empty(tmp_path):
+    with (
+        pytest.raises(ZeroDivisionError),
+        new_folder(tmp_path / "a/kept"),
+        new_folder(tmp_path / "a/b/c/out"),
+    ):
+        1 / 0  # noqa: B018
+    assert list(tmp_path.iterdir()) == []
+    with (
+        new_folder(tmp_path / "a/kept"),
+        contextlib.suppress(ZeroDivisionError),
+        new_folder(tmp_path / "a/b/out"),
+    ):
+        1 / 0  # noqa: B018
+    assert [p.name for p in (tmp_path / "a").iterdir()] == ["kept"]
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+def test_an_output_where_no_folder_can_be_made_is_told_before_work():
+    with pytest.raises(EdgeQKVError, match="/proc/a/b cannot be made in /proc: "):
+        refuse_existing(Path("/proc/a/b"), False)
 
 
 def test_an_existing_output_is_refused_or_replaced(tmp_path):
