@@ -16,6 +16,7 @@ from edgeqkv.attention import Attend, scores_softmax_values
 from edgeqkv.config import MODEL_TYPE
 from edgeqkv.errors import MissingDependencyError, RunError, UnsupportedError
 from edgeqkv.model import Decoder
+from edgeqkv.quiet import quiet
 from edgeqkv.spec import ModelSpec
 from edgeqkv.tokenizer import END_OF_TEXT
 
@@ -23,18 +24,19 @@ from edgeqkv.tokenizer import END_OF_TEXT
 TRANSFORMERS = "4.57."
 
 try:
-    import transformers
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoTokenizer,
-        GenerationMixin,
-        PretrainedConfig,
-        PreTrainedModel,
-        PreTrainedTokenizerFast,
-    )
-    from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
-    from transformers.modeling_outputs import CausalLMOutputWithPast
+    with quiet():  # transformers brings torchao, which tells what it could not load
+        import transformers
+        from transformers import (
+            AutoConfig,
+            AutoModelForCausalLM,
+            AutoTokenizer,
+            GenerationMixin,
+            PretrainedConfig,
+            PreTrainedModel,
+            PreTrainedTokenizerFast,
+        )
+        from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+        from transformers.modeling_outputs import CausalLMOutputWithPast
 except ImportError as e:
     raise MissingDependencyError(
         f"edgeqkv.hf needs transformers 4.57 ({e}); pip install 'edgeqkv[hf]'"
