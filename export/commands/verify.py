@@ -61,4 +61,7 @@ def run(
             verdict = "ok" if r.passed else f"FAILED: {r.failure}"
             print(f"{r.bundle}: {verdict} ({r.engine}, against the {r.reference}, {r.numerics})")
     if failed := [r for r in results if not r.passed]:
-        raise MismatchError(f"{len(failed)} of {len(results)} bundles failed verification")
+        raise MismatchError(
+            f"{len(failed)} of {len(results)} bundles failed verification: {failed[0].bundle}: "
+            f"{failed[0].failure}"
+        )

@@ -76,7 +76,8 @@ def test_verify_catches_other_weights(exported, tmp_path, cli):
     other = write_model(tmp_path / "other", "q-mqa", seed=9)
     result = cli("verify", exported[0], "--reference", other, check=4)
     assert "FAILED" in result.stdout
-    assert result.stderr.splitlines()[-1].startswith("error: 1 of 1 bundles failed")
+    said = f"error: 1 of 1 bundles failed verification: {exported[0]}: prefill: "
+    assert result.stderr.splitlines()[-1].startswith(said)
 
 
 def test_audit_catches_a_manifest_that_lies_about_its_layout(tmp_path, cli):
