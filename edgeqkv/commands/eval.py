@@ -248,8 +248,10 @@ def _print(data: dict[str, Any], asked: int) -> None:
     if prefill := data["prefill"]:
         rows.append(
             (
-                f"at {prefill['positions']} positions",
-                f"prefill {prefill['perplexity']:.4f}, decode {prefill['decode_perplexity']:.4f}",
+                "prefill and decode",
+                f"{prefill['perplexity']:.4f} and {prefill['decode_perplexity']:.4f} at "
+                f"{prefill['positions']} positions of the text: the two paths "
+                + ("agree" if prefill["agrees"] else "DISAGREE"),
             )
         )
     if reference := data["reference"]:
