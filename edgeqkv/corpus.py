@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from edgeqkv.errors import CheckpointError, TextError, UsageError
-from edgeqkv.tokenizer import TOKENIZER, load_tokenizer
+from edgeqkv.tokenizer import TOKENIZER, load_tokenizer, note_another
 
 HELD_OUT = 0.05
 
@@ -63,6 +63,8 @@ def encode_file(
             "--tokenizer byte|FILE|DIR (of `edgeqkv import` to keep it)"
         )
     codec = load_tokenizer(str(folder / TOKENIZER) if tokenizer is None else tokenizer)
+    if tokenizer is not None:
+        note_another(folder, f"--tokenizer {tokenizer}", codec)
     ids: list[int] = codec.encode(text, add_special_tokens=False).ids
     if len(ids) < least:
         raise TextError(f"text {path} has {len(ids)} tokens, needed: {least}; give a longer one")

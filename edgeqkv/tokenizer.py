@@ -6,11 +6,13 @@ round trip and any small corpus can be trained on without a vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from edgeqkv.console import note
 from edgeqkv.errors import CheckpointError
 
 BYTE = "byte"
@@ -55,6 +57,17 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
 def has_tokenizer(folder: Path) -> bool:
     """Whether :func:`load_tokenizer` has something to read in ``folder``."""
     return any((folder / name).is_file() for name in (TOKENIZER, VOCAB))
+
+
+def note_another(folder: Path, asked: str, codec: Tokenizer) -> None:
+    """A warning on stderr where ``folder`` has a tokenizer and ``codec``, of ``asked``, is another."""
+    own = folder / TOKENIZER
+    if not own.is_file():
+        return
+    with contextlib.suppress(CheckpointError):  # one that cannot be read is another
+        if load_tokenizer(own).to_str() == codec.to_str():
+            return
+    note(f"warning: {folder} has its own {TOKENIZER}, {asked} is another: ids may mean other text")
 
 
 def num_tokens(tokenizer: Tokenizer) -> int:

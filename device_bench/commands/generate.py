@@ -40,7 +40,7 @@ def run(
     from edgeqkv.console import note, print_json
     from edgeqkv.errors import BundleError, UnsupportedError, UsageError
     from edgeqkv.runner import load_runner
-    from edgeqkv.tokenizer import load_tokenizer
+    from edgeqkv.tokenizer import load_tokenizer, note_another
 
     check_sampling(temperature, top_k)
     if prompt != prompt.encode("utf-8", "replace").decode():
@@ -53,6 +53,8 @@ def run(
     if tokenizer is None and not (bundle / TOKENIZER).is_file():
         raise BundleError(f"{bundle} has no {TOKENIZER}; give --tokenizer byte|FILE|DIR")
     codec = load_tokenizer(str(bundle / TOKENIZER) if tokenizer is None else tokenizer)
+    if tokenizer is not None:
+        note_another(bundle, f"--tokenizer {tokenizer}", codec)
     ids = codec.encode(prompt).ids
     if not ids:
         raise UsageError(f"--prompt is {prompt!r}, which has no tokens; give at least a word")

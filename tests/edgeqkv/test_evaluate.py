@@ -169,6 +169,19 @@ def test_wrong_requests_are_one_line(tmp_path, text, monkeypatch, source, option
     assert "\n" not in str(error.value)
 
 
+def test_another_tokenizer_than_the_source_s_is_warned_of(tmp_path, text, capsys):
+    write_model(tmp_path / "model")
+    run(tmp_path / "model", text=text, tokens=4, tokenizer="byte")
+    assert "warning" not in capsys.readouterr().err
+    other = byte_tokenizer()
+    other.add_tokens(["the earth"])
+    for content in (other.to_str(), "{"):
+        (tmp_path / "model" / "tokenizer.json").write_text(content)
+        run(tmp_path / "model", text=text, tokens=4, tokenizer="byte")
+        said = capsys.readouterr().err
+        assert "model has its own tokenizer.json, --tokenizer byte is another" in said
+
+
 def test_eager_logits_with_a_float32_cache_are_the_model_s():
     decoder = random_decoder(BYTES)
     ids = torch.arange(40)[None] * 7 % 256
