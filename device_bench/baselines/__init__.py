@@ -6,7 +6,7 @@ verify and compare treat it as any other.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, cast
@@ -15,7 +15,7 @@ from device_bench.jobs import JobFailed, run_job
 from edgeqkv.artifact import MANIFEST, Artifact
 from edgeqkv.config import CONFIG
 from edgeqkv.console import note
-from edgeqkv.errors import EdgeQKVError, UsageError
+from edgeqkv.errors import EdgeQKVError, MissingDependencyError, UsageError
 
 TOOLS = (
     "optimum",
@@ -24,6 +24,12 @@ TOOLS = (
     "gguf:q8_0",
     "gguf:q4_0",
 )  # after the colon: how it stores weights
+# The modules without which a tool cannot convert or run; an extra of the tool's name brings them.
+NEEDS = {
+    "optimum": ("optimum",),
+    "genai": ("optimum", "onnxruntime_genai"),
+    "gguf": ("gguf", "llama_cpp"),
+}
 
 
 class Baseline(Protocol):
@@ -52,6 +58,7 @@ def resolve(paths: Sequence[Path], tools: str | None) -> list[tuple[Path, str | 
 
     Raises:
         UsageError: an unknown tool, or one of MODEL_DIR and tool without the other.
+        MissingDependencyError: a tool is not installed.
     """
     names = [] if tools is None else [t.strip() for t in tools.split(",")]
     if unknown := [t for t in names if t not in TOOLS]:
@@ -64,6 +71,11 @@ def resolve(paths: Sequence[Path], tools: str | None) -> list[tuple[Path, str | 
             f"{models[0]} is a MODEL_DIR: export it first, or give --baseline-tool "
             f"{'|'.join(TOOLS)} to measure it there"
         )
+    for name in dict.fromkeys(t.split(":")[0] for t in names):
+        if missing := [m for m in NEEDS[name] if importlib.util.find_spec(m) is None]:
+            raise MissingDependencyError(
+                f"baseline {name} needs {missing[0]}; pip install 'edgeqkv[{name}]'"
+            )
     found: list[tuple[Path, str | None]] = []
     for path in paths:
         found += [(path, tool) for tool in names] if path in models else [(path, None)]

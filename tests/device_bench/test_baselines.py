@@ -1,12 +1,13 @@
 """The same weights in other tools: the conversion, the files, and the tools themselves."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
 import torch
 
-from device_bench.baselines import genai_, gguf_, gpt2, optimum_, write_baseline
+from device_bench.baselines import NEEDS, genai_, gguf_, gpt2, optimum_, resolve, write_baseline
 from edgeqkv.artifact import read_artifact
 from edgeqkv.errors import (
     BundleError,
@@ -293,6 +294,18 @@ def test_bench_flag_refusals(model_dir, tmp_path, cli):
         ((tmp_path, "--baseline-tool", "gguf"), "needs a MODEL_DIR"),
     ):
         assert words in cli("bench", *arguments, check=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("tool", "hidden"), [("optimum", "optimum"), ("genai", "onnxruntime_genai"), ("gguf", "gguf")]
+)
+def test_a_missing_tool_is_told_before_work(model_dir, monkeypatch, tool, hidden):
+    for other in (m for modules in NEEDS.values() for m in modules):
+        monkeypatch.setitem(sys.modules, other, sys)  # there, as far as anyone looks
+    monkeypatch.setitem(sys.modules, hidden, None)
+    words = rf"baseline {tool} needs {hidden}; pip install 'edgeqkv\[{tool}\]'"
+    with pytest.raises(MissingDependencyError, match=words):
+        resolve([model_dir("q-mqa")[0]], tool)
 
 
 def test_bench_measures_the_baseline(model_dir, cli, optimum):
