@@ -3,7 +3,18 @@
 set -eu
 OUT=${OUT:-out}
 rm -rf "$OUT"
-say() { printf '\n$ %s\n' "$*"; "$@"; }
+exec 3>&1
+
+# Shows a command as it can be pasted, wherever its own output goes, and runs it.
+say() {
+    line=
+    for word; do
+        case $word in *[!A-Za-z0-9_./,:=-]*) word="\"$word\"" ;; esac
+        line="$line $word"
+    done
+    printf '\n$%s\n' "$line" >&3
+    "$@"
+}
 
 imports=
 for name in kjv-qkv kjv-q-kv kjv-q-mqa; do
@@ -32,6 +43,6 @@ $OUT/q-kv-separate/onnx $OUT/q-kv-separate/executorch $OUT/qkv/onnx"
 {
     say edgeqkv verify $bundles
     say edgeqkv generate "$OUT/q-mqa/onnx" --prompt "In the beginning" -n 40
-    say edgeqkv bench $bundles -p 0 -n 0 -pg 128,32 -d 512 -r 3 --processes 3 -t 1 -o "$OUT/results.jsonl" --json >/dev/null
+    say edgeqkv bench $bundles -p 0 -n 0 -pg 128,32 -d 512 -r 3 --processes 3 -t 1 -o "$OUT/results.jsonl" >/dev/null
 }
 say edgeqkv compare "$OUT/results.jsonl"

@@ -76,6 +76,8 @@ def test_the_demo_ends_with_the_table(tmp_path, environment):
         pytest.importorskip(sdk)
     demo = {**environment, "OUT": str(tmp_path / "out")}
     out = run(["sh", "docs/demo.sh"], ROOT, demo)
+    assert "\n$ edgeqkv bench " in out
+    assert '--prompt "In the beginning" -n 40\n' in out
     table = out[out.index("$ edgeqkv compare") :]
     for backend in ("onnx", "executorch", "coreml"):
         assert re.search(rf"^{backend} ", table, re.M)

@@ -141,7 +141,10 @@ def run(
         steps = 3 + len(requests) * (len(STAGES) if verify else len(STAGES) - 1)
         gptq = calibration and quantisation.recipe.schemes & set(GROUPED)
         steps += 1 + spec.num_hidden_layers if gptq else 0
-        with torch.inference_mode(), progress(steps, "export", ahead=True) as step:
+        with (
+            torch.inference_mode(),
+            progress(steps, f"export {model.resolve().name}", ahead=True) as step,
+        ):
             step("read the model")
             decoder = load_any(model)
             step("prepare the weights")
