@@ -171,7 +171,7 @@ def _row(
         variant=first.model.label,
         layout=first.cache.layout,
         dtype=first.cache.dtype,
-        weights=first.artifact.details.get("stored_weights", first.artifact.weights),
+        weights=first.artifact.stored_weights,
         formulation=first.artifact.formulation,
         device=device_label(first.device),
         kind=first.device.kind,

@@ -55,6 +55,11 @@ class ArtifactInfo:
     interpreted: bool | None
     step_weight_bytes: int | None = None
 
+    @property
+    def stored_weights(self) -> str:
+        """What the file holds, where that is not what was asked for: Core ML's fp32 is fp16."""
+        return str(self.details.get("stored_weights", self.weights))
+
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPoint:

@@ -245,7 +245,7 @@ def problems(results: Sequence[BenchResult]) -> list[str]:
 
 def name(result: BenchResult) -> str:
     """``onnx Q-MQA shared int4``."""
-    formats = unusual(result.artifact.weights, result.cache.dtype, result.cache.layout)
+    formats = unusual(result.artifact.stored_weights, result.cache.dtype, result.cache.layout)
     return f"{result.artifact.backend} {result.model.label} {result.cache.layout}{formats}"
 
 

@@ -86,6 +86,9 @@ class Commands(TyperGroup):
         single.command(name=cmd_name, cls=Command)(entry.load())
         command = typer.main.get_command(single)
         command.name = cmd_name
+        # Paragraphs flow: their lines are as long as the code's, a terminal's may be shorter.
+        paragraphs = (command.help or "").split("\n\n")
+        command.help = "\n\n".join(" ".join(each.split()) for each in paragraphs)
         return command
 
 
