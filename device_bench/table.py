@@ -232,15 +232,15 @@ def _title(bundles: Sequence[Row]) -> str:
 
 
 def problems(results: Sequence[BenchResult]) -> list[str]:
-    """A line for each result that is not ok, and for each bundle whose figures have a gap."""
+    """A line for each result that is not ok, and for each reason that figures have a gap for."""
     lines = [f"{r.status}: {describe(r)}: {r.reason}" for r in results if r.status != "ok"]
-    gaps = {
-        f"not measured: {name(r)}: {r.cache.bytes_per_token.reason}": None
-        for r in results
-        if r.status == "ok" and r.cache.bytes_per_token.reason
-    }
+    gaps: dict[str, dict[str, None]] = {}
+    for r in results:
+        if r.status == "ok" and (reason := r.cache.bytes_per_token.reason):
+            gaps.setdefault(reason, {})[name(r)] = None
+    missing = [f"not measured: {'; '.join(who)}: {reason}" for reason, who in gaps.items()]
     doubts = [f"warning: {line}" for line in warnings(results, fold(results))]
-    return [*dict.fromkeys(lines), *gaps, *doubts]
+    return [*dict.fromkeys(lines), *missing, *doubts]
 
 
 def name(result: BenchResult) -> str:
