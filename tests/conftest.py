@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -22,6 +23,9 @@ _elsewhere: set[str] = set()  # files with tests that -m leaves to another run
 
 def pytest_configure():
     session_folder.make()
+    # A shell starts what it runs in the background deaf to Ctrl-C, and so would be what tests start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):

@@ -36,14 +36,6 @@ def fetch(source: str) -> Path:
     try:
         file = file or _only_checkpoint(source, repo)
         return Path(huggingface_hub.hf_hub_download(repo, file))
-    except ValueError as e:  # such as a path that leads out of the repository
-        if not isinstance(e, errors.HFValidationError):
-            raise CheckpointError(
-                f"{source}: {file!r} is no file name; name one of those that the Hub lists"
-            ) from None
-        raise CheckpointError(
-            f"{source}: {repo!r} is not a repository name; give OWNER/NAME as the Hub shows it"
-        ) from None
     except errors.EntryNotFoundError as e:
         if isinstance(e, errors.LocalEntryNotFoundError):
             raise CheckpointError(
@@ -56,6 +48,16 @@ def fetch(source: str) -> Path:
     except errors.RepositoryNotFoundError:
         raise CheckpointError(
             f"{source}: no repository {repo}, or it is private; check the name, or log in (hf auth login)"
+        ) from None
+    except (
+        ValueError
+    ) as e:  # such as a path that leads out of the repository; last, for the others are some too
+        if not isinstance(e, errors.HFValidationError):
+            raise CheckpointError(
+                f"{source}: {file!r} is no file name; name one of those that the Hub lists"
+            ) from None
+        raise CheckpointError(
+            f"{source}: {repo!r} is not a repository name; give OWNER/NAME as the Hub shows it"
         ) from None
     except (errors.HfHubHTTPError, OSError) as e:
         first = (str(e).strip().splitlines() or [type(e).__name__])[0][:200]
