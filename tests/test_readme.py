@@ -89,7 +89,7 @@ def test_what_is_not_run_here_is_still_true():
     assert re.search(r"^test:", makefile, re.M)
     assert "docs/demo.sh" in makefile
     pyproject = (ROOT / "pyproject.toml").read_text("utf-8")
-    for extra in re.findall(r"\.\[(\w+)\]", TEXT):
+    for extra in ",".join(re.findall(r"\.\[([\w,]+)\]", TEXT)).split(","):
         assert re.search(rf"^{extra} = \[", pyproject, re.M), extra
 
 

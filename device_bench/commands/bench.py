@@ -205,7 +205,7 @@ def _sweep(
         for i, w in plan
         if m.kind == "local" and not w.misfit(bundles[i].artifact.cache.capacity)
     ]
-    bandwidth = _bandwidth(local) if local else None
+    bandwidth = _bandwidth(local) if local and len(results) < len(planned) else None
     with progress(len(planned) - len(results), "bench") as advance:
         one_at_a_time = threading.Lock()
 
