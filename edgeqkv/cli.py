@@ -141,7 +141,10 @@ def main() -> None:
         first = (str(e).strip().splitlines() or ["no message"])[0][:300]
         _fail(f"unexpected {type(e).__name__}: {first} (EDGEQKV_TRACEBACK=1 shows where)")
     if signals:
-        _fail(f"stopped by {signals[0].name}", 128 + signals[0])
+        _say(f"stopped by {signals[0].name}")
+        os._exit(
+            128 + signals[0]
+        )  # all is put away; an SDK stopped halfway may crash as it is torn down
     if status == EXIT_INTERRUPTED:
         _fail("interrupted", status)
     sys.exit(status)
@@ -208,10 +211,14 @@ def _os_error(e: OSError) -> str:
 
 
 def _fail(message: str, status: int = EXIT_ERROR) -> None:
+    _say(message)
+    sys.exit(status)
+
+
+def _say(message: str) -> None:
     if os.environ.get("EDGEQKV_TRACEBACK"):
         traceback.print_exc()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.splitlines()))
-    print(f"error: {line}", file=sys.stderr)
-    sys.exit(status)
+    print(f"error: {line}", file=sys.stderr, flush=True)

@@ -173,7 +173,11 @@ def test_a_time_limit_ends_the_runner_too(cli, phone, bundle):
     done = bench(cli, phone, bundle, "--json", "--timeout", "0.2", "-r", "500", check=1)
     assert "hung" in json.loads(done.stdout)[0]["reason"]
     # Its own path: ps there also lists this machine's processes, other tests' among them.
-    assert "bin/edgeqkv-bench" not in phone.shell("ps")
+    for _ in range(20):
+        if "bin/edgeqkv-bench" not in (running := phone.shell("ps")):
+            break
+        time.sleep(0.5)
+    assert "bin/edgeqkv-bench" not in running
 
 
 def test_unplugged_in_a_run_loses_nothing(cli, bundle, tmp_path):
