@@ -8,10 +8,12 @@ import os
 import re
 import signal
 import sys
+import threading
 import traceback
 from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
+from types import FrameType
 from typing import Any
 
 import typer
@@ -20,6 +22,7 @@ from typer.exceptions import TyperException
 
 from edgeqkv import __version__
 from edgeqkv.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_USAGE, EdgeQKVError
+from edgeqkv.interrupts import loads_library
 
 # The order of `edgeqkv --help`: the order in which the main job uses them. Plug-ins follow.
 ORDER = (
@@ -142,9 +145,8 @@ def main() -> None:
         _fail(f"unexpected {type(e).__name__}: {first} (EDGEQKV_TRACEBACK=1 shows where)")
     if signals:
         _say(f"stopped by {signals[0].name}")
-        os._exit(
-            128 + signals[0]
-        )  # all is put away; an SDK stopped halfway may crash as it is torn down
+        # All is put away; an SDK that was stopped halfway need not survive being torn down.
+        os._exit(128 + signals[0])
     if status == EXIT_INTERRUPTED:
         _fail("interrupted", status)
     sys.exit(status)
@@ -168,16 +170,25 @@ def _make_streams() -> None:
 def _stopped_as_by_ctrl_c() -> Iterator[list[signal.Signals]]:
     """SIGTERM and a closed terminal unwind as Ctrl-C does: children end, nothing half-written stays.
 
-    The yielded list holds what came.
+    The yielded list holds what came, Ctrl-C aside. All three wait while a library sets itself up:
+    onnx, for one, crashes the process when an exception comes in between.
     """
     seen: list[signal.Signals] = []
 
-    def stop(number: int, frame: Any) -> None:
-        seen.append(signal.Signals(number))
+    def stop(number: int, frame: FrameType | None) -> None:
+        if loads_library(frame):
+            again = threading.Timer(0.05, os.kill, (os.getpid(), number))
+            again.daemon = True
+            again.start()
+            return
+        if number != signal.SIGINT:
+            seen.append(signal.Signals(number))
         raise KeyboardInterrupt
 
-    numbers = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
-    usual = {n: signal.signal(n, stop) for n in numbers if signal.getsignal(n) is signal.SIG_DFL}
+    names = ("SIGINT", "SIGTERM", "SIGHUP")  # the last is not on Windows
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    default = (signal.SIG_DFL, signal.default_int_handler)
+    usual = {n: signal.signal(n, stop) for n in numbers if signal.getsignal(n) in default}
     try:
         yield seen
     finally:

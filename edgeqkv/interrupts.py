@@ -6,8 +6,18 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from importlib.machinery import ExtensionFileLoader
 from types import FrameType
 from typing import Any
+
+
+def loads_library(frame: FrameType | None) -> bool:
+    """Whether the frame, or one that called it, is the import of a module that is not Python."""
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), ExtensionFileLoader):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextlib.contextmanager

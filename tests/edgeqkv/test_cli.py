@@ -196,3 +196,34 @@ def test_the_signals_are_the_callers_again(said):
     before = signal.getsignal(signal.SIGTERM)
     said("inspect nowhere")
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+_SIGNALLED_IN_AN_IMPORT = """
+import os, signal, sys, time
+from importlib.machinery import ExtensionFileLoader
+from edgeqkv.cli import main
+import edgeqkv.commands.inspect
+signal.signal(signal.SIGINT, signal.default_int_handler)
+usual, number = ExtensionFileLoader.create_module, int(sys.argv[1])
+def create_module(self, spec):
+    ExtensionFileLoader.create_module = usual
+    os.kill(os.getpid(), number)
+    module = usual(self, spec)
+    print("whole", flush=True)
+    return module
+def run():
+    ExtensionFileLoader.create_module = create_module
+    import numpy
+    time.sleep(60)
+edgeqkv.commands.inspect.run = run
+sys.argv[1:] = ["inspect"]
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_no_signal_comes_between_a_library_and_its_setup(number):
+    """It crashed onnx, a process in twelve that was stopped as it began to lower."""
+    code = [sys.executable, "-c", _SIGNALLED_IN_AN_IMPORT, str(int(number))]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout) == (128 + number, "whole\n"), done.stderr
