@@ -16,6 +16,7 @@ from typing import Any
 
 from device_bench.compare import Comparison, devices, mixtures
 from device_bench.figures import Row, device_label, fold, one_per_bundle, read_bandwidth
+from device_bench.ratios import model_size
 from device_bench.report_memory import by_context, memory_points, per_token
 from device_bench.report_parts import (
     Cells,
@@ -162,9 +163,7 @@ def _farthest(results: Sequence[BenchResult], rows: Sequence[Row]) -> tuple[Row,
     specs = {r.artifact.sha256: r.model.spec for r in results}
     alike: dict[tuple[object, ...], list[Row]] = {}
     for r in sorted(rows, key=lambda r: r.formula):
-        s = specs[r.sha256]
-        size = (s.hidden_size, s.num_hidden_layers, s.num_attention_heads, s.vocab_size)
-        alike.setdefault((r.dtype, *size), []).append(r)
+        alike.setdefault((r.dtype, *model_size(specs[r.sha256])), []).append(r)
     pairs = [(them[0], them[-1]) for them in alike.values() if them[0].formula < them[-1].formula]
     return max(pairs, key=lambda pair: pair[1].formula / pair[0].formula, default=None)
 

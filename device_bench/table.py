@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from device_bench.compare import Comparison, test_label
-from device_bench.figures import Row, device_label, fold, one_per_bundle, ratios, unusual
+from device_bench.figures import Row, device_label, fold, one_per_bundle, unusual
+from device_bench.ratios import ratios
 from device_bench.result import BenchResult
 from device_bench.stability import warnings
 from edgeqkv.console import WIDTH, print_table

@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from edgeqkv.errors import CheckpointError, TextError, UsageError
-from edgeqkv.tokenizer import TOKENIZER, load_tokenizer, note_another
+from edgeqkv.tokenizer import TOKENIZER, check_ids, codec_of
 
 HELD_OUT = 0.05
 
@@ -62,17 +62,10 @@ def encode_file(
             f"{folder} has no {TOKENIZER}, so text means nothing to it; give a tokenizer with "
             "--tokenizer byte|FILE|DIR (of `edgeqkv import` to keep it)"
         )
-    codec = load_tokenizer(str(folder / TOKENIZER) if tokenizer is None else tokenizer)
-    if tokenizer is not None:
-        note_another(folder, f"--tokenizer {tokenizer}", codec)
-    ids: list[int] = codec.encode(text, add_special_tokens=False).ids
+    ids: list[int] = codec_of(folder, tokenizer).encode(text, add_special_tokens=False).ids
     if len(ids) < least:
         raise TextError(f"text {path} has {len(ids)} tokens, needed: {least}; give a longer one")
-    if max(ids) >= used:
-        raise CheckpointError(
-            f"tokenizer {tokenizer or folder / TOKENIZER} gives id {max(ids)}, {folder} has {used} "
-            "tokens; give the tokenizer that the model was trained with"
-        )
+    check_ids(ids, used, folder, tokenizer)
     return ids
 
 

@@ -63,6 +63,11 @@ class UsageError(EdgeQKVError):
     exit_code = EXIT_USAGE
 
 
+def first_line(e: BaseException) -> str:
+    """What an exception of somebody else's says, for one line; its type where it says nothing."""
+    return (str(e).strip().splitlines() or [type(e).__name__])[0]
+
+
 @contextlib.contextmanager
 def of_flag(flag: str) -> Iterator[None]:
     """What the block refuses was given by a flag: the message names it, the status is EXIT_USAGE."""

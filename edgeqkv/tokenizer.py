@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -59,7 +60,26 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (TOKENIZER, VOCAB))
 
 
-def note_another(folder: Path, asked: str, codec: Tokenizer) -> None:
+def codec_of(folder: Path, tokenizer: str | None) -> Tokenizer:
+    """The tokenizer that a ``--tokenizer`` names, with a warning where ``folder``'s own is another;
+    that one when None."""
+    if tokenizer is None:
+        return load_tokenizer(folder / TOKENIZER)
+    codec = load_tokenizer(tokenizer)
+    _note_another(folder, f"--tokenizer {tokenizer}", codec)
+    return codec
+
+
+def check_ids(ids: Sequence[int], used: int, folder: Path, tokenizer: str | None) -> None:
+    """Raises CheckpointError for an id of :func:`codec_of`'s that is none of the model's ``used``."""
+    if max(ids) >= used:
+        raise CheckpointError(
+            f"tokenizer {tokenizer or folder / TOKENIZER} gives id {max(ids)}, {folder} has {used} "
+            "tokens; give the tokenizer that the model was trained with"
+        )
+
+
+def _note_another(folder: Path, asked: str, codec: Tokenizer) -> None:
     """A warning on stderr where ``folder`` has a tokenizer and ``codec``, of ``asked``, is another."""
     own = folder / TOKENIZER
     if not own.is_file():

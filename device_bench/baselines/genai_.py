@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from device_bench.baselines import optimum_
 from edgeqkv.artifact import Artifact
-from edgeqkv.errors import BundleError, MissingDependencyError
+from edgeqkv.errors import BundleError, MissingDependencyError, first_line
 from edgeqkv.quiet import quiet
 from edgeqkv.runner import check_tokens, shut
 from edgeqkv.spec import ModelSpec
@@ -23,11 +23,12 @@ from edgeqkv.spec import ModelSpec
 BACKEND = "genai"
 RUNTIME = "onnxruntime_genai"  # what the bench imports before it times the load
 CONFIG = "genai_config.json"
+TOOLS = (*optimum_.TOOLS, "onnxruntime-genai")
 
 
 def write(model_dir: Path, target: Path) -> Artifact:
     """MODEL_DIR -> GPT-2 -> ``main_export`` -> bundle ``target`` with GenAI's configuration."""
-    return optimum_.export_gpt2(model_dir, target, BACKEND, optimum_.TOOLS, _write_config)
+    return optimum_.export_gpt2(model_dir, target, BACKEND, TOOLS, _write_config)
 
 
 def _write_config(folder: Path, spec: ModelSpec) -> None:
@@ -87,8 +88,7 @@ def load(artifact: Artifact, directory: Path, *, threads: int, capacity: int) ->
             model = genai.Model(config)
             generator = genai.Generator(model, genai.GeneratorParams(model))
         except Exception as e:  # GenAI raises RuntimeError, json's errors and its own
-            reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
-            raise BundleError(f"{directory} cannot be loaded by GenAI: {reason}") from None
+            raise BundleError(f"{directory} cannot be loaded by GenAI: {first_line(e)}") from None
     return GenaiRunner(artifact, generator, capacity)
 
 

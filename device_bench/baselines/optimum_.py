@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from device_bench.baselines.bundle import finish
 from device_bench.baselines.gpt2 import as_qkv, read_model_dir, write_hf_gpt2
 from edgeqkv.artifact import Artifact
-from edgeqkv.errors import BundleError, MissingDependencyError
+from edgeqkv.errors import BundleError, MissingDependencyError, first_line
 from edgeqkv.files import new_folder
 from edgeqkv.quiet import quiet
 from edgeqkv.runner import check_tokens, shut
@@ -95,8 +95,7 @@ def load(artifact: Artifact, directory: Path, *, threads: int, capacity: int) ->
                 directory, local_files_only=True, session_options=options
             )
         except Exception as e:  # whatever transformers, optimum or onnxruntime raise
-            reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
-            raise BundleError(f"{directory} cannot be loaded by optimum: {reason}") from None
+            raise BundleError(f"{directory} cannot be loaded by optimum: {first_line(e)}") from None
     return OptimumRunner(artifact, model, capacity)
 
 

@@ -164,12 +164,12 @@ def _data(results: Sequence[BenchResult], found: Sequence[Comparison]) -> dict[s
     """What ``--json`` prints."""
     import dataclasses
 
-    from device_bench import figures, table
+    from device_bench import figures, ratios, table
 
     rows = figures.fold(results)
     return {
         "rows": [dataclasses.asdict(r) for r in rows],
-        "ratios": [dataclasses.asdict(r) for r in figures.ratios(rows, results)],
+        "ratios": [dataclasses.asdict(r) for r in ratios.ratios(rows, results)],
         "baseline": [dataclasses.asdict(c) for c in found],
         "problems": table.problems(results),
     }

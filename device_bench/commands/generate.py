@@ -40,7 +40,7 @@ def run(
     from edgeqkv.console import note, print_json
     from edgeqkv.errors import BundleError, UnsupportedError, UsageError
     from edgeqkv.runner import load_runner
-    from edgeqkv.tokenizer import load_tokenizer, note_another
+    from edgeqkv.tokenizer import check_ids, codec_of
 
     check_sampling(temperature, top_k)
     if prompt != prompt.encode("utf-8", "replace").decode():
@@ -52,17 +52,11 @@ def run(
         )
     if tokenizer is None and not (bundle / TOKENIZER).is_file():
         raise BundleError(f"{bundle} has no {TOKENIZER}; give --tokenizer byte|FILE|DIR")
-    codec = load_tokenizer(str(bundle / TOKENIZER) if tokenizer is None else tokenizer)
-    if tokenizer is not None:
-        note_another(bundle, f"--tokenizer {tokenizer}", codec)
+    codec = codec_of(bundle, tokenizer)
     ids = codec.encode(prompt).ids
     if not ids:
         raise UsageError(f"--prompt is {prompt!r}, which has no tokens; give at least a word")
-    if max(ids) >= artifact.model.used_tokens:
-        raise BundleError(
-            f"tokenizer {tokenizer or bundle / TOKENIZER} gives id {max(ids)}, {bundle} has "
-            f"{artifact.model.used_tokens} tokens; give the tokenizer that the model was trained with"
-        )
+    check_ids(ids, artifact.model.used_tokens, bundle, tokenizer)
     if len(ids) + n - 1 > artifact.cache.capacity:
         raise UsageError(
             f"-n is {n}: with {len(ids)} prompt tokens it exceeds the context of "

@@ -11,7 +11,13 @@ from numpy.typing import NDArray
 
 from device_bench import malloc_chunks
 from edgeqkv.artifact import Artifact, inside
-from edgeqkv.errors import BundleError, MissingDependencyError, RunError, UnsupportedError
+from edgeqkv.errors import (
+    BundleError,
+    MissingDependencyError,
+    RunError,
+    UnsupportedError,
+    first_line,
+)
 from edgeqkv.quant import GROUPED
 from edgeqkv.quiet import quiet
 from edgeqkv.runner import check_tokens, shut
@@ -71,9 +77,8 @@ def load(artifact: Artifact, directory: Path, *, threads: int, capacity: int) ->
             if arena:
                 runner.regions = [(blocks[0], arena)] if len(blocks) == 1 else None
         except RuntimeError as e:
-            reason = (str(e).strip().splitlines() or ["RuntimeError"])[0]
             raise BundleError(
-                f"{path} cannot be loaded by executorch: {reason}; export the bundle again"
+                f"{path} cannot be loaded by executorch: {first_line(e)}; export the bundle again"
             ) from None
     runner.reset()
     return runner

@@ -19,7 +19,13 @@ from device_bench.runners import onnx_optimum_io
 from device_bench.runners.onnx_signature import check_signature
 from edgeqkv.artifact import Artifact, inside
 from edgeqkv.cache import CacheSpec
-from edgeqkv.errors import BundleError, MissingDependencyError, RunError, UnsupportedError
+from edgeqkv.errors import (
+    BundleError,
+    MissingDependencyError,
+    RunError,
+    UnsupportedError,
+    first_line,
+)
 from edgeqkv.quant import GROUPED
 from edgeqkv.runner import Runner, check_tokens, shut
 
@@ -72,12 +78,8 @@ def _session(path: Path, threads: int, packed: bool) -> Any:
         return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as e:  # onnxruntime raises its own classes, derived from Exception only
         raise BundleError(
-            f"{path} cannot be loaded by onnxruntime: {_first_line(e)}; export the bundle again"
+            f"{path} cannot be loaded by onnxruntime: {first_line(e)}; export the bundle again"
         ) from None
-
-
-def _first_line(e: Exception) -> str:
-    return (str(e).strip().splitlines() or [type(e).__name__])[0]
 
 
 class CacheMemory:

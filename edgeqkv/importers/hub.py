@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edgeqkv.errors import CheckpointError, MissingDependencyError
+from edgeqkv.errors import CheckpointError, MissingDependencyError, first_line
 
 PREFIX = "hf:"
 _SUFFIXES = (".pt", ".pth")
@@ -60,7 +60,7 @@ def fetch(source: str) -> Path:
             f"{source}: {repo!r} is not a repository name; give OWNER/NAME as the Hub shows it"
         ) from None
     except (errors.HfHubHTTPError, OSError) as e:
-        first = (str(e).strip().splitlines() or [type(e).__name__])[0][:200]
+        first = first_line(e)[:200]
         raise CheckpointError(
             f"{source}: download failed: {first}; try again, or download the file and import it"
         ) from None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edgeqkv.errors import CheckpointError
+from edgeqkv.errors import CheckpointError, first_line
 
 _ZIP = b"PK\x03\x04"  # what torch.save has written since 1.6; only these can be memory-mapped
 # DistributedDataParallel and torch.compile put these in front of names, in any order and depth.
@@ -52,7 +52,7 @@ def open_checkpoint(path: Path) -> Mapping[str, Any]:
     except pickle.UnpicklingError as e:
         raise CheckpointError(f"{path} {_refusal(str(e))}") from None
     except Exception as e:  # torch raises a dozen types for bytes it cannot parse
-        first = (str(e).strip().splitlines() or [type(e).__name__])[0].split(". ")[0][:100]
+        first = first_line(e).split(". ")[0][:100]
         size = f"{path.stat().st_size:,} bytes"
         if magic == _ZIP:
             message = f"{path} is damaged or cut short ({size}; {first}); copy or download it again"

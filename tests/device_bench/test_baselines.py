@@ -273,6 +273,7 @@ def test_genai_runs_that_export(model_dir, tmp_path, optimum):
     folder, decoder = model_dir("q-mqa")
     artifact = write_baseline("genai", folder, tmp_path / "out")
     assert (artifact.backend, artifact.details["baseline_of"]) == ("genai", "Q-MQA")
+    assert "onnxruntime-genai" in artifact.tools
     runner = genai_.load(artifact, tmp_path / "out", threads=1, capacity=64)
     runner.prefill(random_ids(decoder, 5))  # forgotten by the reset in assert_parity
     assert_parity(runner, decoder)

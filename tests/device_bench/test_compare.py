@@ -6,7 +6,8 @@ import json
 import pytest
 
 from device_bench.compare import against_bundle, workload_label
-from device_bench.figures import fold, ratios
+from device_bench.figures import fold
+from device_bench.ratios import ratios
 from device_bench.result import append_result
 from device_bench.table import headings, short, tables
 from tests.device_bench.results import result
